@@ -1,7 +1,7 @@
 # `make demo` and `make test` do their own set-up; everything runs in .venv on the CPU.
 SHELL := /bin/bash
 VENV ?= .venv
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell for p in python3.11 python3.12; do $$p -c "" 2>/dev/null && echo $$p && break; done),python3.11)
 PYTHON_312 ?= python3.12
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo           GRPO with TLT on a toy task: a drafter learns in idle time; a line per step, report in demo-out/"
-	@echo "make demo-compare   then stock verl and TLT in turns, with the drafter that the demo has trained"
+	@echo "make demo-compare   after the demo: alternates jobs of stock verl and TLT, with the trained drafter"
 	@echo "make test           lint, types and the tests that continuous integration runs"
 	@echo "make test-all       the same with the heavy tests: more recipes, modes and combinations"
 	@echo "make test-fast      lint, types and the unit tests"
@@ -22,13 +22,14 @@ help:
 	@echo "make contract       what verl-tlt relies on, in every verl and vLLM release it supports (downloads 1.2 GB)"
 	@echo "make test-releases  tests near sampling and of sleep, and a run, on vLLM 0.24, 0.29, 0.31 and 0.32 (half an hour; RELEASES=\"0.29.0\")"
 	@echo "make recipes-check  every recipe composed, judged, and run scaled down (about half an hour)"
-	@echo "make test-faults    real runs in which parts of TLT fail, and what that cost them (half an hour)"
+	@echo "make test-faults    makes parts of TLT fail in real runs, and measures the cost (half an hour)"
 	@echo "make test-real      warm-up and engine of a real language model (downloads 93 MB; up to an hour, the policy's fine-tuning included)"
 	@echo "make bench-control  the choice of the draft length against oracles, simulated"
 	@echo "make bench-real     a real language model: policy, head, race of draft lengths, whole runs (nights; goes on after a kill)"
 	@echo "make wheel          what would be released, in dist/"
 	@echo "make setup          only the virtual environment"
-	@echo "make clean          remove what runs left behind; make distclean removes the environment too"
+	@echo "make clean          remove the runs of the demo, builds and caches of tools; measurements in .cache and demo-out stay"
+	@echo "make distclean      remove these, too, and the environments"
 
 setup: $(STAMP)
 
@@ -36,7 +37,9 @@ $(STAMP): requirements/cpu.lock requirements/setup.sh requirements/vllm-metadata
   pyproject.toml
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" requirements/setup.sh
 
+# From an old build/ setuptools would take modules that have been deleted since.
 wheel: $(STAMP)
+	rm -rf build
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(STAMP)
@@ -117,8 +120,12 @@ bench-real: $(STAMP)
 	$(BIN)/python -m benchmarks.e2e.along --work demo-out/along --out demo-out/along.json
 	$(BIN)/python -m benchmarks.e2e.along --seed 1 --work demo-out/along_1 --out demo-out/along_1.json
 
+# What `make demo`, `make demo-compare` and demo_grpo.sh write. Measurements beside it stay: some take nights.
+DEMO_FILES := assets tlt compare report.html hydra trace drafter checkpoints tensorboard metrics.jsonl
+
 clean:
-	rm -rf demo-out outputs .cache build dist *.egg-info verl_cpu/build verl_cpu/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(addprefix demo-out/,$(DEMO_FILES)) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(foreach folder,. verl_cpu requirements/vllm-metadata,$(folder)/build $(folder)/*.egg-info)
 
 distclean: clean
-	rm -rf $(VENV) .venv-3.12
+	rm -rf demo-out .cache site $(VENV) .venv-3.12

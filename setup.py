@@ -1,6 +1,6 @@
-"""What of the package's metadata depends on where its repository is: the README's links, the project's addresses.
+"""Package metadata that depends on the repository's address: links of the README, and URLs of the project.
 
-`VERL_TLT_REPOSITORY` says where (https://host/owner/verl-tlt). Then links to files of the repository lead there.
+`VERL_TLT_REPOSITORY` is that address (https://host/owner/verl-tlt). Then links to files of the repository lead there.
 Without it they become names: who reads a wheel or the built site (docs/hook.py) has no file to follow them to.
 """
 

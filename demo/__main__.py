@@ -1,4 +1,4 @@
-"""`python -m demo`: a drafter that has seen little text learns in the idle time of a GRPO run.
+"""`python -m demo`: runs GRPO on a toy task, and trains a weak drafter in idle time.
 
 `demo_grpo.sh` starts stock verl with the plugin and the toy's drafter, and `verl-tlt report` shows what came of it.
 """
@@ -35,7 +35,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder of the run and its report.")] = Path("demo-out"),
 ) -> None:
-    """Run GRPO with TLT on a toy task, from a drafter that has much to learn, and report what it did."""
+    """Run GRPO with TLT on a toy task, starting with a weak drafter, and write a report."""
     console = make_console()
     try:
         with interruptible():
@@ -66,7 +66,7 @@ def grpo(console: Console, folder: Path, steps: int, given: dict[str, str], reci
     """Run the recipe with these variables in a new `folder`, and print a line for each of its steps."""
     log, metrics = folder / "verl.log", folder / "metrics.jsonl"
     if folder.exists() and not log.exists():
-        raise DemoError(f"{folder} exists and is not of the demo: choose another --out.")
+        raise DemoError(f"{folder} was not made by the demo. Choose another folder with --out.")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = {

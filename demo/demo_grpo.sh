@@ -2,7 +2,8 @@
 # GRPO on the toy task with two replicas, on a machine without an accelerator: the recipe behind `make demo`.
 #
 # Hardware: 2 cores, 18 GB of memory.  Data: `python -m tests.toy.assets ASSETS` makes policy and prompts.
-# Two samples a prompt leave more prompts, of which the publish gate needs seven to judge a drafter.
+# Two responses to a prompt, so that a step has more prompts: a drafter is published only after a test on seven held-out
+# prompts.
 #
 #   OUT=demo-out STEPS=8 SEED=1 TLT=1 DRAFTER= DTYPE= demo/demo_grpo.sh [more verl overrides]
 #
@@ -30,15 +31,16 @@ DEVICES=$((REPLICAS * TP))
 DEVICE=${DEVICE:-cpu}
 EXECUTOR=${EXECUTOR:-uni}
 DTYPE=${DTYPE:-$(python -c 'from verl_cpu.dtype import find_dtype; print(find_dtype())')}
-case $DTYPE in bfloat16) WIDTH=wide ;; *) WIDTH=half ;; esac # as many bytes to read a token in either dtype
-POLICY=${POLICY:-$ASSETS/policy-$WIDTH}
+case $DTYPE in bfloat16) WIDTH=wide ;; *) WIDTH=half ;; esac # both policies read the same number of bytes per token
 
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 case $ASSETS in /*) ;; *) ASSETS=$PWD/$ASSETS ;; esac
+POLICY=${POLICY:-$ASSETS/policy-$WIDTH}
 
 # The CPU stands in for the accelerator; each process computes on one thread, since threads that spin against each
 # other cost far more than they bring. vLLM would compile its sampler with g++ while the first tokens wait.
+# verl_cpu/environment.py says what each variable is for.
 if [ "$DEVICE" = cpu ]; then
   export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 OMP_NUM_THREADS=1
   export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCH_COMPILE_DISABLE=1

@@ -34,8 +34,8 @@ class Machine:
         """
         if self.memory_gb < NEEDED_GB:
             raise DemoError(
-                f"The demo needs about {COMFORTABLE_GB:.0f} GB of memory and {self.memory_gb:.1f} GB are available: "
-                "close something, or run it on a larger machine."
+                f"The demo needs {NEEDED_GB:.0f} GB of free memory ({COMFORTABLE_GB:.0f} GB are better), and "
+                f"{self.memory_gb:.1f} GB are free. Close other programs, or use a larger machine."
             )
         warnings = []
         if self.memory_gb < COMFORTABLE_GB:

@@ -3,8 +3,8 @@
     python examples/custom_worker.py POLICY_DIRECTORY
 
 The worker sees what any verl worker sees: a `DataProto` of left-padded prompts and right-padded responses. It runs its
-policy over them (yours may tap a forward it runs anyway, as `verl_tlt/actor/tap.py` does), learns, and saves a drafter
-that stock vLLM serves.
+policy over them, learns, and saves a drafter that stock vLLM serves. (Your worker can capture hidden states in a
+forward pass that it runs anyway, as `verl_tlt/actor/hidden_states.py` does.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks every recipe as it is written: `python -m recipes.check [NAME ...] [--run] [--out DIR]`.
 
-Composing needs no accelerator: a stand-in for `python` catches what the recipe would have called, Hydra composes it,
-verl validates it and the doctor judges it. With `--run` the recipe then really runs for a few steps on the CPU with
-the toy policy: the overrides below are appended to an unchanged recipe as a user would append them.
+A stub named `python` records the recipe's arguments. Then Hydra builds the config, and verl and the doctor check it.
+That needs no accelerator. With `--run` the recipe then really runs for a few steps on the CPU with the toy policy: the
+overrides below are appended to an unchanged recipe as a user would append them.
 """
 
 import argparse
@@ -16,22 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_cpu.environment import CPU_ENGINE
+from verl_cpu.environment import CPU_RUN
+from verl_tlt.commands.compare.job import watched
+from verl_tlt.errors import TLTError
 
 HERE = Path(__file__).resolve().parent
 STEPS = 2
-
-CPU = CPU_ENGINE | {
-    "VERL_ENGINE_DEVICE": "cuda", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
-}  # fmt: skip
-"""A machine without an accelerator; what each does is said in demo/demo_grpo.sh."""
+LIMIT_S = 1500.0
+"""Seconds after which a run counts as hung: six times what one takes."""
+STALL_S = 600.0
+"""Seconds without a line of output after which it does, too."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TOY = (
     "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=192",
-    "data.dataloader_num_workers=0", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
+    "data.dataloader_num_workers=0", "data.filter_overlong_prompts_workers=1",
+    f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=2048",
     f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n_gpus_per_node=2",
     f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.max_model_len=320",
     f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.max_num_batched_tokens=1024", f"{ROLLOUT}.gpu_memory_utilization=0.1",
@@ -46,7 +46,7 @@ TOY = (
     "ray_kwargs.ray_init.num_cpus=16", "++ray_kwargs.ray_init.num_gpus=2",
     "++ray_kwargs.ray_init.include_dashboard=False", "++ray_kwargs.ray_init.object_store_memory=1000000000",
 )  # fmt: skip
-"""verl, small enough for two cores, but for the actor's engine."""
+"""Overrides that shrink a run to two cores. The actor's engine has its own below."""
 
 FSDP = (
     "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
@@ -59,22 +59,22 @@ FSDP = (
     "++actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
     "actor_rollout_ref.ref.use_torch_compile=False", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",
 )  # fmt: skip
-"""An actor of verl's FSDP engines on two CPU ranks."""
+"""Overrides for verl's FSDP engine, on two CPU ranks."""
 
 MEGATRON = (
     f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ACTOR}.megatron.pipeline_model_parallel_size=1",
     f"{ACTOR}.megatron.dtype=float32", f"{ACTOR}.megatron.vanilla_mbridge=True",
 )  # fmt: skip
-"""One of verl's Megatron engine, loaded by mbridge: the Megatron-Bridge that verl names needs Python 3.12."""
+"""Overrides for verl's Megatron engine. It loads the policy with mbridge, because Megatron-Bridge needs Python 3.12."""
 
 PIPELINE = (
     *MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
     f"{ACTOR}.optim.lr_warmup_steps=0",
 )  # fmt: skip
-"""The same, its layers dealt out to two stages; Megatron refuses to warm up for longer than a run lasts."""
+"""The same with two pipeline stages. Megatron refuses a warm-up that is longer than the run."""
 
 CONSTANT = "++actor_rollout_ref.rollout.custom.tlt"
-"""Where an override of a small run changes what is no setting (`verl_tlt.config.constant`)."""
+"""Prefix of overrides that change internal constants (`verl_tlt.config.constant`)."""
 TLT = (
     "tlt.speculation.policy=fixed", "tlt.speculation.fixed=2", f"{CONSTANT}.speculation.calibrate=false",
     f"{CONSTANT}.drafter.batch_tokens=256", f"{CONSTANT}.buffer.min_tokens=200",
@@ -166,7 +166,7 @@ def touch_data(directory: Path) -> None:
 
 
 def problems(recipe: Recipe, data: Path) -> list[str]:
-    """What Hydra, verl's validation or the doctor has against the recipe as it is written; empty: nothing."""
+    """Reasons why Hydra, verl or the doctor refuses the recipe. Empty if none does."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -196,21 +196,21 @@ def scaled_down(recipe: Recipe) -> tuple[str, ...]:
     return (*TOY, *recipe.engine, *TLT, *recipe.toy)
 
 
-def run(
-    recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), timeout_s: float = 1500, done: int = 0
-) -> list[dict]:
+def run(recipe: Recipe, out: Path, steps: int = STEPS, extra: Sequence[str] = (), done: int = 0) -> list[dict]:
     """Run the scaled-down recipe on the CPU, or resume it in `out` after `done` steps; verl's metrics by step.
 
     Raises:
         RuntimeError: the run failed, or did not do what was expected; the end of its log.
+        TLTError: the run hangs (`LIMIT_S`, `STALL_S`).
     """
     from tests.toy.assets import build_assets, build_moe_policy
 
     out.mkdir(parents=True, exist_ok=True)
     assets = build_assets(out / "assets", width="small", train_rows=64, val_rows=8)
     policy = assets.policy if recipe.policy == "small" else build_moe_policy(out / "assets")
-    metrics, trace = out / "metrics.jsonl", out / "trace"
-    metrics.unlink(missing_ok=True)
+    metrics, trace, log = out / "metrics.jsonl", out / "trace", out / "log"
+    for old in (metrics, log):
+        old.unlink(missing_ok=True)
     overrides = (
         f"hydra.run.dir={out / 'hydra'}", f"data.train_files={assets.train}", f"data.val_files={assets.val}",
         f"actor_rollout_ref.model.path={policy}", f"trainer.total_training_steps={steps}",
@@ -219,22 +219,28 @@ def run(
         *(() if recipe.toy is not CRITIC else (f"critic.model.path={policy}",)),
     )  # fmt: skip
     environment = {
-        **os.environ, **CPU, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
+        **os.environ, **CPU_RUN, "VERL_FILE_LOGGER_PATH": str(metrics), "DATA": str(out), "DRAFTER": "null",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),  # tests.toy
     }  # fmt: skip
+    environment.pop("RAY_ADDRESS", None)  # a cluster of its own
     command = [str(HERE / recipe.script), *scaled_down(recipe), *overrides, *extra]
-    with (out / "log").open("w") as log:
-        ended = subprocess.run(command, env=environment, cwd=out, stdout=log, stderr=log, timeout=timeout_s)
+    began = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() - began > LIMIT_S:
+            raise TLTError(f"{recipe.script} is not done after {LIMIT_S:.0f} s; its log is {log}.")
+
+    code = watched(recipe.name, command, environment, log, out, STALL_S, look)
     logged = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    tail = "\n".join((out / "log").read_text(errors="replace").splitlines()[-40:])
-    if ended.returncode or len(logged) != steps - done:
-        raise RuntimeError(f"{recipe.script}: exit status {ended.returncode} after {len(logged)} steps.\n{tail}")
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    if code or len(logged) != steps - done:
+        raise RuntimeError(f"{recipe.script}: exit status {code} after {len(logged)} steps.\n{tail}")
     for key in (recipe.expect, "tlt/accept_length", "tlt/drafter_version"):
         if not any(key in step for step in logged):
             raise RuntimeError(f"{recipe.script}: the run logged no {key}.\n{tail}")
     if any(step["tlt/errors"] for step in logged):
-        raise RuntimeError(f"{recipe.script}: TLT contained errors; see {out / 'log'}.")
+        raise RuntimeError(f"{recipe.script}: TLT contained errors; see {log}.")
     return logged
 
 
@@ -243,30 +249,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes without .sh; none: all")
     parser.add_argument("--run", action="store_true", help="also run each on the CPU, minutes each")
-    parser.add_argument("--out", type=Path, default=None, help="where the runs go; none: a temporary directory")
+    parser.add_argument("--out", type=Path, help="folder of the runs and their logs; by default a new one in /tmp")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - RECIPES.keys()
     if unknown:
         parser.error(f"no such recipe: {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     chosen = [RECIPES[name] for name in arguments.names] or list(RECIPES.values())
-    out = arguments.out.resolve() if arguments.out else Path(tempfile.mkdtemp(prefix="tlt-recipes-"))
-    touch_data(out / "data")
-    failed = 0
-    for recipe in chosen:
-        start = time.monotonic()
-        found = problems(recipe, out / "data")
-        said = "composes, and the doctor passes it"
-        if not found and arguments.run:
-            try:
-                logged = run(recipe, out / recipe.name)
-                last = {k: f"{logged[-1][k]:.3g}" for k in ("tlt/accept_length", "tlt/drafter_version", "tlt/errors")}
-                said += f"; ran {len(logged)} steps: {last}"
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                found = [str(error)]
-        failed += bool(found)
-        verdict = "FAILED: " + "\n  ".join(found) if found else said
-        print(f"{recipe.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    out = None
+    if arguments.run:
+        out = arguments.out.resolve() if arguments.out else Path(tempfile.mkdtemp(prefix="tlt-recipes-"))
+        print(f"The runs and their logs are in {out}.", flush=True)
+    with tempfile.TemporaryDirectory() as data:
+        touch_data(Path(data))
+        failed = sum(not passes(recipe, Path(data), out) for recipe in chosen)
     return 1 if failed else 0
+
+
+def passes(recipe: Recipe, data: Path, out: Path | None) -> bool:
+    """Check a recipe, and run it if there is a folder `out` for runs. Prints what was found."""
+    start = time.monotonic()
+    found = problems(recipe, data)
+    said = "composes, and the doctor passes it"
+    if not found and out is not None:
+        try:
+            logged = run(recipe, out / recipe.name)
+            last = {k: f"{logged[-1][k]:.3g}" for k in ("tlt/accept_length", "tlt/drafter_version", "tlt/errors")}
+            said += f"; ran {len(logged)} steps: {last}"
+        except (RuntimeError, TLTError) as error:
+            found = [str(error)]
+    verdict = "FAILED: " + "\n  ".join(found) if found else said
+    print(f"{recipe.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    return not found
 
 
 if __name__ == "__main__":

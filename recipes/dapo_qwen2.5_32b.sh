@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 4 GPUs, so 2 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  no public head is known: train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment. Replicas leave only after verl has all
 #           groups, so there is little idle time.
 #
@@ -39,6 +39,6 @@ exec python -m verl.trainer.main_ppo \
   +reward.reward_kwargs.max_resp_len=20480 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=dapo_qwen2.5_32b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=1 \
+  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=1 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

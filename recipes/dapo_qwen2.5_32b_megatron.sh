@@ -5,7 +5,7 @@
 #           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
 #           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  no public head is known: train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0. Dynamic sampling may ask for more groups at any moment. Replicas leave only after verl has all
 #           groups, so there is little idle time.
 #
@@ -40,6 +40,6 @@ exec python -m verl.trainer.main_ppo model_engine=megatron \
   +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 +reward.reward_kwargs.overlong_buffer_cfg.log=False \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=dapo_qwen2.5_32b_megatron \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=1 \
+  trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=1 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

@@ -6,7 +6,8 @@
 #           Needs megatron-core and Megatron-Bridge, which needs Python 3.12. Tests loaded the policy with mbridge instead
 #           (megatron.vanilla_mbridge=True), which verl has deprecated: a fallback.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3, or one of `verl-tlt warmup`.
+# Drafter:  DRAFTER=RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3 is a public head, not tested with this policy.
+#           Or train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0. Run `verl-tlt doctor`. If it says that this layout cannot capture hidden states, the drafter is
 #           not trained: give a trained one.
 #
@@ -18,7 +19,7 @@ exec python -m verl.trainer.main_ppo model_engine=megatron \
   algorithm.adv_estimator=grpo \
   data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
   data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=14336 \
-  data.filter_overlong_prompts=True data.truncation=error \
+  data.filter_overlong_prompts=True data.filter_overlong_prompts_workers=32 data.truncation=error \
   actor_rollout_ref.model.path="${MODEL:-meta-llama/Llama-3.3-70B-Instruct}" \
   actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=64 \
@@ -40,6 +41,6 @@ exec python -m verl.trainer.main_ppo model_engine=megatron \
   actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_llama3.3_70b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

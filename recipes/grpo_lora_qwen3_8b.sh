@@ -3,7 +3,8 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB (2 GPUs do, with smaller batches); rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  DRAFTER=RedHatAI/Qwen3-8B-speculator.eagle3 is a public head, not tested with this policy.
+#           Or train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0. The drafter learns from the policy with its adapter on; embedding and head never change.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-8b recipes/grpo_lora_qwen3_8b.sh [more verl overrides]
@@ -32,6 +33,6 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=49152 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_lora_qwen3_8b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

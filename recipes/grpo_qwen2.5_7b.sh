@@ -3,7 +3,7 @@
 #
 # Hardware: NNODES nodes (default 8) of 8 GPUs with 80 GB; rollout replicas of 2 GPUs, so 4 on each node.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  no public head is known: train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0; tlt/trained_s above 0 (one replica at a time trains, so at most its share of tlt/idle_s);
 #           tlt/held_out_accept_length_candidate rising, then tlt/drafter_off_frac falling from 1 and
 #           tlt/saved_estimate_s above 0. The reward curve is that of the run without TLT.
@@ -16,7 +16,7 @@ exec python -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
   data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=30720 \
-  data.filter_overlong_prompts=True data.truncation=error \
+  data.filter_overlong_prompts=True data.filter_overlong_prompts_workers=32 data.truncation=error \
   actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen2.5-7B}" \
   actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True \
   actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.optim.lr=1e-6 \
@@ -36,6 +36,6 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen2.5_7b \
   trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES:-8}" trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

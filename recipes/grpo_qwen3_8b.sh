@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-8B on one node: the recipe to try TLT with; FSDP2.
 #
-# Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU, the most idle time one node can have.
+# Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU. More replicas on a node leave more idle time.
 # Data:     $DATA/dapo-math-17k.parquet and $DATA/aime-2024.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  DRAFTER=RedHatAI/Qwen3-8B-speculator.eagle3 is a public head, not tested with this policy.
+#           Or train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0; tlt/idle_s / (8 x timing_s/gen), the share of GPU time that is idle. With one node there are more
 #           requests for each engine than in a cluster, so expect less than a cluster gains.
 #
@@ -15,7 +16,7 @@ exec python -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$DATA/dapo-math-17k.parquet" data.val_files="$DATA/aime-2024.parquet" \
   data.train_batch_size=64 data.max_prompt_length=2048 data.max_response_length=14336 \
-  data.filter_overlong_prompts=True data.truncation=error \
+  data.filter_overlong_prompts=True data.filter_overlong_prompts_workers=32 data.truncation=error \
   actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen3-8B}" \
   actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True \
   actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.optim.lr=1e-6 \
@@ -35,6 +36,6 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_qwen3_8b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=1 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

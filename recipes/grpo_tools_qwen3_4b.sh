@@ -3,9 +3,10 @@
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU.
 # Data:     $DATA/gsm8k/{train,test}.parquet (recipes/README.md); the chat template announces the tool.
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
-# Watch:    tlt/errors 0; num_turns/mean above 2, or nobody calls the tool. A conversation sends another request
-#           after each tool call. So replicas stay until all conversations end.
+# Drafter:  DRAFTER=AngelSlim/Qwen3-4B_eagle3 is a public head, not tested with this policy.
+#           Or train one with `verl-tlt warmup`, or start without.
+# Watch:    tlt/errors 0; num_turns/mean is above 2 if the policy calls the tool. A conversation sends another
+#           request after each tool call. So replicas stay until all conversations end.
 #
 #   DATA=/data DRAFTER=/drafters/qwen3-4b recipes/grpo_tools_qwen3_4b.sh [more verl overrides]
 set -euo pipefail
@@ -32,6 +33,6 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=grpo_tools_qwen3_4b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True \
-  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 \
+  trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 trainer.max_actor_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

@@ -2,8 +2,10 @@
 # PPO with a critic (GAE) on Qwen3-8B, FSDP2.
 #
 # Hardware: 1 node of 8 GPUs with 80 GB; 8 rollout replicas of 1 GPU. The critic shares the GPUs.
+#           Needs flash-attn: verl 0.9.1 loads the critic with it, whatever critic.model.override_config says.
 # Data:     $DATA/gsm8k/{train,test}.parquet and $DATA/math/{train,test}.parquet (recipes/README.md).
-# Drafter:  none is needed; `verl-tlt warmup` makes one, docs/drafter.md lists public EAGLE-3 heads of some policies.
+# Drafter:  DRAFTER=RedHatAI/Qwen3-8B-speculator.eagle3 is a public head, not tested with this policy.
+#           Or train one with `verl-tlt warmup`, or start without.
 # Watch:    tlt/errors 0. The critic's forward and update lengthen the step outside the rollout, so the same
 #           tlt/saved_estimate_s is a smaller share of it than under GRPO.
 #
@@ -36,5 +38,6 @@ exec python -m verl.trainer.main_ppo \
   trainer.logger='["console","wandb"]' trainer.project_name=verl-tlt trainer.experiment_name=ppo_qwen3_8b \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.balance_batch=True trainer.critic_warmup=0 \
   trainer.save_freq=20 trainer.test_freq=10 trainer.total_epochs=15 \
+  trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2 \
   +trainer.plugin=tlt tlt.drafter.path="${DRAFTER:-null}" \
   "$@"

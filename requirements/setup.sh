@@ -23,13 +23,17 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$inputs" ]; then
 fi
 
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the CPU build of vLLM exists for Linux x86_64 only, and this is $(uname -sm)."
+if [ -x "$VENV/bin/python" ]; then PYTHON=$VENV/bin/python; fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null ||
   fail "Python 3.11 or 3.12 is needed and '$PYTHON' is neither; install one or say where it is: make setup PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
-  fail "'$PYTHON' cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)."
 
 rm -f "$STAMP"
-[ -x "$VENV/bin/python" ] || { say "making $VENV"; "$PYTHON" -m venv "$VENV"; }
+if [ ! -x "$VENV/bin/python" ]; then
+  "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "'$PYTHON' cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)."
+  say "making $VENV"
+  "$PYTHON" -m venv "$VENV"
+fi
 pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --no-deps)
 
 # pip's own output is thousands of lines: every 25th package and whatever went wrong is enough to see it move.
@@ -44,7 +48,7 @@ watched() {
 lay_torch() {
   "${pip[@]}" --quiet "torch==$TORCH+cpu" 2>/dev/null && return
   watched "${pip[@]}" --index-url "$TORCH_INDEX" "torch==$TORCH+cpu" && return
-  say "no CPU build of torch $TORCH for this Python where pip looks nor at $TORCH_INDEX: PyPI's, with its libraries (5 GB)"
+  say "no CPU build of torch $TORCH found. Installing PyPI's build with the CUDA libraries instead (5 GB)"
   watched "$VENV/bin/python" -m pip --disable-pip-version-check install "torch==$TORCH"
 }
 if ! "$VENV/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH')" 2>/dev/null; then
@@ -56,7 +60,7 @@ watched "${pip[@]}" --requirement requirements/cpu.lock || fail "a package of re
 say "installing verl-tlt and its CPU platform"
 watched "${pip[@]}" --no-build-isolation ./requirements/vllm-metadata --editable . --editable ./verl_cpu
 # torch's and vLLM's platform choice, and the plugin that verl loads, are what goes wrong first: see it now.
-"$VENV/bin/python" - <<'PY' || fail "the environment does not hold together; remove it and run make setup again."
+"$VENV/bin/python" - <<'PY' || fail "the new environment is broken. Remove $VENV, then run make setup again."
 import importlib.metadata as metadata
 assert metadata.version("vllm").endswith("+cpu") and metadata.version("verl") == "0.9.1"
 import verl_cpu.environment, verl.utils.config

@@ -1,7 +1,7 @@
 """`verl.plugins` entry point of the CPU platform: does something only where `VERL_PLATFORM=cpu`.
 
-verl loads it in every process, half imported, and swallows its errors at debug level. So a failure is
-kept in the environment's own terms: without the registration verl stops with "Unknown platform 'cpu'".
+verl loads this module while it is still importing, and logs its errors only at debug level. If registration fails, verl
+stops with "Unknown platform 'cpu'".
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What verl's Megatron engine and megatron-core ask of CUDA, answered by the CPU.
+"""CPU versions of the `torch.cuda` calls in verl's Megatron engine and megatron-core.
 
 They allocate on `torch.cuda.current_device()`, write "cuda" literally and compare types with CUDA's names. None of that
 is a defect that upstream would mend. So this stands in for the hardware, in a process that holds such an engine, and

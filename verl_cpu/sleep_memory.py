@@ -1,4 +1,4 @@
-"""Memory that vLLM's sleep takes away, on the CPU: what its CuMem allocator is on a GPU.
+"""CPU stand-in for vLLM's CuMem allocator: memory is unmapped during sleep and holds garbage after waking.
 
 On a GPU vLLM allocates weights and KV cache in a pool. `sleep` unmaps it, so that touching it is an illegal access,
 which ends the engine; `wake_up` maps other pages there, whose content is whatever they hold. Stock vLLM's CPU worker

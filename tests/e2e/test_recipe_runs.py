@@ -18,9 +18,6 @@ from verl_tlt.commands.report.timeline import rl_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy]
 
-LIMIT_S = 1500.0
-"""Six times what a run takes on a slow machine: it ends a hang, and is not about speed."""
-
 RM = "reward.reward_model"
 REWARD_MODEL = (
     "reward.custom_reward_function.path=null", f"{RM}.enable=True", f"{RM}.rollout.name=vllm",
@@ -43,14 +40,14 @@ RECORDED = "TLT_FAULTS_RECORDED"
 
 def test_conversations_with_a_tool_and_n_grams(tmp_path):
     recipe, extra = check.RECIPES["grpo_tools_qwen3_4b"], ["tlt.speculation.source=ngram"]
-    steps = check.run(recipe, tmp_path / "tools", extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(recipe, tmp_path / "tools", extra=extra)
     assert all(step["num_turns/mean"] > 2 for step in steps), "nobody called the tool"
     assert any(step.get("tlt/draft_length_mean", 0.0) > 0.0 for step in steps), "nothing was drafted"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
 
 
 def test_a_critic(tmp_path):
-    steps = check.run(check.RECIPES["ppo_qwen3_8b"], tmp_path / "ppo", steps=3, timeout_s=LIMIT_S)
+    steps = check.run(check.RECIPES["ppo_qwen3_8b"], tmp_path / "ppo", steps=3)
     assert [step["tlt/drafter_off_frac"] for step in steps] == [0.0, 0.0, 0.0]
 
 
@@ -58,7 +55,7 @@ def test_groups_that_teach_nothing_are_sampled_anew(tmp_path):
     """DAPO's dynamic sampling: at a low temperature many groups are all right or all wrong; others are asked for."""
     out = tmp_path / "dapo"
     extra = ["actor_rollout_ref.rollout.temperature=0.5", "algorithm.filter_groups.max_num_gen_batches=1000"]
-    steps = check.run(check.RECIPES["dapo_qwen2.5_32b"], out, extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(check.RECIPES["dapo_qwen2.5_32b"], out, extra=extra)
     used = 2 * len(steps)  # groups
     kinds = [f"training/filter_groups/{kind}_samples" for kind in ("evicted", "discarded_surplus")]
     unused = sum(step.get(kind, 0) for step in steps for kind in kinds)
@@ -88,7 +85,7 @@ def test_lora_and_a_colocated_reward_model(tmp_path):
     stock ones, wake up on the devices on which the drafter was trained a moment ago."""
     out, rm = tmp_path / "lora", build_reward_model(tmp_path / "reward")
     extra = [*FORCED, ROUTER, *REWARD_MODEL, f"{RM}.model_path={rm}", f"trainer.rollout_data_dir={out}/dump"]
-    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], out, steps=4, extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(check.RECIPES["grpo_lora_qwen3_8b"], out, steps=4, extra=extra)
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     forced(out, steps)
@@ -110,7 +107,7 @@ def test_n_grams_alone(tmp_path):
         "tlt.spot.enable=false",
         "tlt.speculation.source=ngram",
     ]
-    steps = check.run(recipe, out, steps=3, extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(recipe, out, steps=3, extra=extra)
     for step in steps:
         assert step["tlt/accept_rate_pos_1"] > 0.2
         assert 1.0 < step["tlt/accept_length"] <= 3.0
@@ -124,9 +121,7 @@ def test_n_grams_alone(tmp_path):
 def test_a_mixture_of_experts_on_one_replica(tmp_path):
     """One replica is never idle while another decodes: it speculates, and nothing goes wrong."""
     sizes = ("trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus")
-    steps = check.run(
-        check.RECIPES["grpo_qwen3_30b_a3b"], tmp_path / "moe", extra=[f"{size}=1" for size in sizes], timeout_s=LIMIT_S
-    )
+    steps = check.run(check.RECIPES["grpo_qwen3_30b_a3b"], tmp_path / "moe", extra=[f"{size}=1" for size in sizes])
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     assert all(step.get("tlt/idle_s", 0.0) < 1.0 for step in steps)
@@ -143,7 +138,7 @@ def megatron(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECORDED, str(out / "recorded"))
         recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
-        yield out, extra, check.run(recipe, out, steps=5, extra=extra, timeout_s=LIMIT_S)
+        yield out, extra, check.run(recipe, out, steps=5, extra=extra)
 
 
 def test_a_megatron_actor(megatron):
@@ -179,7 +174,7 @@ def test_fsdp2_makes_the_same_updates_of_the_same_responses(megatron, tmp_path, 
     out, extra, theirs = megatron
     monkeypatch.setenv(RECORDED, str(shutil.copytree(out / "recorded", tmp_path / "recorded")))
     extra = [*extra, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.save_freq=-1"]
-    ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=6, extra=extra, timeout_s=LIMIT_S)
+    ours = check.run(check.RECIPES["grpo_qwen2.5_7b"], tmp_path / "fsdp2", steps=6, extra=extra)
     for one, other in zip(ours[:5], theirs, strict=True):
         same_update(one, other)
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in ours), "nothing was drafted"
@@ -193,7 +188,7 @@ def test_a_megatron_run_goes_on_with_its_policy_and_its_drafter(megatron, tmp_pa
     shutil.copytree(before, out, ignore=shutil.ignore_patterns("trace", "recorded"))
     (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     recipe = check.RECIPES["grpo_llama3.3_70b_megatron"]
-    again, new = check.run(recipe, out, steps=6, extra=extra, timeout_s=LIMIT_S, done=4)
+    again, new = check.run(recipe, out, steps=6, extra=extra, done=4)
     same_update(again, steps[4])
     assert max(step["training/rollout_probs_diff_max"] for step in (again, new)) < 1e-4
     saved = json.loads((out / "checkpoints/global_step_4/tlt_drafter/provenance.json").read_text())
@@ -207,7 +202,7 @@ def test_dapo_over_the_stages_of_a_megatron_pipeline(tmp_path):
     """
     out, recipe = tmp_path / "pipeline", check.RECIPES["dapo_qwen2.5_32b_megatron"]
     extra = [*FORCED, ROUTER, "algorithm.filter_groups.enable=False", "actor_rollout_ref.actor.optim.lr=1e-4"]
-    steps = check.run(recipe, out, steps=4, extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(recipe, out, steps=4, extra=extra)
     assert any(step.get("tlt/trained_s", 0.0) > 0.0 for step in steps), "nothing was captured"
     assert any(step["tlt/draft_length_frac_2"] > 0.5 for step in steps), "nothing was drafted"
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
@@ -224,7 +219,7 @@ def test_experts_dealt_out_to_the_ranks_of_a_megatron_actor(tmp_path):
     learning = ["actor_rollout_ref.actor.entropy_coeff=-0.1", "actor_rollout_ref.actor.optim.lr=1e-3"]
     # The gate needs seven held-out prompts. Eight steps of four prompts hold out six.
     extra = [*FORCED, ROUTER, *ranks, *learning, "tlt.gate.enable=false"]
-    steps = check.run(recipe, out, steps=8, extra=extra, timeout_s=LIMIT_S)
+    steps = check.run(recipe, out, steps=8, extra=extra)
     assert all(step["actor/grad_norm"] > 0.0 for step in steps), "the actor learned nothing"
     assert any(session.steps for session in read_trace(out / "trace").sessions), "no idle time was used"
     assert steps[-1]["tlt/drafter_version"] >= 1.0, "nothing was trained and published"

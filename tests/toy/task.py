@@ -81,35 +81,28 @@ def answer_tokens(problem: Problem) -> list[str]:
     return [t for i, d in enumerate(digits) for t in (f"z{i}", str(d))]
 
 
-def sample_response(problem: Problem, rng: random.Random, slip: float = SLIP, rounds: int = 1) -> list[str]:
+def sample_response(problem: Problem, rng: random.Random) -> list[str]:
     """One demonstration, `<eos>` included: at most MAX_RESPONSE tokens.
 
     Args:
         problem: what to solve.
         rng: source of the slips, of the number of checks and of where they start.
-        slip: share of first-pass columns with a wrong digit; only a check of that column repairs it.
-        rounds: above 1, the response goes on after `<eos>` with more checks and the answer again. No request asks for
-            that, but a run that ignores `<eos>` to reach a given length then still produces the task's own text.
     """
     columns = _columns(problem)
     text: list[str] = []
     digits = [s for _, s, _ in columns]
     for i, (_, s, _) in enumerate(columns):
-        digits[i] = (s + rng.randrange(1, 10)) % 10 if rng.random() < slip else s
+        digits[i] = (s + rng.randrange(1, 10)) % 10 if rng.random() < SLIP else s
         text += _column_tokens(problem, columns, i, digits[i])
     closing = 2 * problem.digits + 4  # `=`, the answer, `<eos>`
-    for _ in range(rounds):
-        if len(text) + closing > MAX_RESPONSE:
-            break
-        checks = _sample_checks(problem, columns, rng, MAX_RESPONSE - len(text) - closing)
-        for left, check in zip(range(len(checks), 0, -1), checks, strict=True):
-            text += [CHECK, str(left // 10), str(left % 10)]
-            for i in check:
-                digits[i] = columns[i][1]
-                text += _column_tokens(problem, columns, i, digits[i])
-        answer = [t for i, d in enumerate([*digits, columns[-1][2]]) for t in (f"z{i}", str(d))]
-        text += [ANSWER, *answer, EOS]
-    return text
+    checks = _sample_checks(problem, columns, rng, MAX_RESPONSE - len(text) - closing)
+    for left, check in zip(range(len(checks), 0, -1), checks, strict=True):
+        text += [CHECK, str(left // 10), str(left % 10)]
+        for i in check:
+            digits[i] = columns[i][1]
+            text += _column_tokens(problem, columns, i, digits[i])
+    answer = [t for i, d in enumerate([*digits, columns[-1][2]]) for t in (f"z{i}", str(d))]
+    return [*text, ANSWER, *answer, EOS]
 
 
 def sample_length(problem: Problem, rng: random.Random) -> int:

@@ -1,4 +1,4 @@
-"""Makes the toy policy as expensive to decode as a real one is: the same function in five or ten times the weights.
+"""Makes the toy policy slower to decode: same outputs, five or ten times the weights.
 
 Decoding pays for reading weights, so speculation can only win on a policy whose weights are worth reading. The wide
 policy computes what the small one does: every second layer adds nothing, and the MLPs are padded. Every added number is
@@ -31,7 +31,7 @@ def widen(source: Path, target: Path, mlp_width: int) -> None:
     """Write a wide policy with the outputs of `source`, a Qwen3 in one file and in the dtype of that file, to `target`.
 
     The layers alternate, real then empty, so the input of each empty layer is the output of a real one; the drafter
-    taps the outputs of the last three real layers.
+    reads the outputs of the last three real layers.
     """
     config = json.loads((source / "config.json").read_text())
     wide = dict(_wide_weights(load_file(source / "model.safetensors"), mlp_width))

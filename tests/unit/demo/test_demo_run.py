@@ -53,7 +53,7 @@ def test_a_folder_of_the_users_is_not_emptied(tmp_path, recipe, console):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("")
-    with pytest.raises(DemoError, match="is not of the demo"):
+    with pytest.raises(DemoError, match="was not made by the demo"):
         grpo(console, out, STEPS, GIVEN, recipe)
     assert (out / "thesis.txt").exists()
     (out / "verl.log").touch()

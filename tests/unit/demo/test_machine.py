@@ -19,7 +19,7 @@ def test_a_container_limits_memory_and_cores(tmp_path):
 
 
 def test_too_little_is_refused_and_little_is_said():
-    with pytest.raises(DemoError, match=r"3\.0 GB are available"):
+    with pytest.raises(DemoError, match=r"3\.0 GB are free"):
         Machine(3.0, 2).check()
     assert Machine(32.0, 4).check() == []
     warnings = Machine(15.0, 1).check()
