@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl_cpu.environment import CPU_ENGINE
 
@@ -18,6 +19,8 @@ os.environ.update(CPU_ENGINE, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 STARTUP = Path(__file__).with_name("startup")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
 gc.set_threshold(50_000, 20, 20)  # this process has started already
+# Tests compose verl's config some hundred times, each time from 110 KB of YAML; OmegaConf looks this up at each call.
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 STARTS_PROCESSES = {"engine", "e2e"}
 """Marks of tests for which a fork server is worth its own start."""

@@ -26,12 +26,6 @@ from verl_tlt.errors import TLTError, wrong_field
 
 OBJECTIVES = {"eagle": 1, "hass": 3, "eagle3": 7}
 """Passes of the training-time test by the name of the method that trains so; the costs of the TLT paper's Table 7."""
-BATCH_TOKENS = 1024
-"""Tokens of the smallest micro-batch that `trainer.run_setup` chooses."""
-BUFFER_MB = 2048
-"""MiB of the smallest buffer that `trainer.run_setup` chooses."""
-HELD_OUT = 0.1
-"""Smallest share of prompts that `trainer.run_setup` holds out."""
 
 
 def dtype_name(name: object) -> str:
@@ -62,10 +56,8 @@ def constant(default: Any) -> Any:
 
 
 def _policy(value: object) -> object:
-    if value is False:
-        return "off"  # how YAML reads a bare `off`
-    if isinstance(value, str) and not re.fullmatch(r"live_table|fixed|off|[\w.]+:\w+", value):
-        raise PydanticCustomError("policy", "must be live_table, fixed, off or module:Class of your own")
+    if isinstance(value, str) and not re.fullmatch(r"live_table|fixed|[\w.]+:\w+", value):
+        raise PydanticCustomError("policy", "must be live_table, fixed or module:Class of your own")
     return value
 
 
@@ -103,8 +95,7 @@ class SpeculationConfig:
     """False: engines start without a drafter, as in stock verl. The drafter can still be trained."""
     policy: Policy = "live_table"
     """How the draft length K is chosen: `live_table`, from measured step times and acceptance; `fixed`, one K in every
-    step, also if that is slower than no drafts; `off`, engines have a drafter and never use it; or `module:Class`,
-    your own rule for choosing K."""
+    step, also if that is slower than no drafts; or `module:Class`, your own rule for choosing K."""
     max_draft_length: Annotated[int, Field(ge=1, le=LONGEST_DRAFT)] = 3
     """Longest draft, in tokens. On GPUs with vLLM 0.24 to 0.31 a larger value can make steps with shorter drafts
     slower, because vLLM pads them."""

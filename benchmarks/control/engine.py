@@ -21,8 +21,8 @@ from verl_cpu.environment import CPU_ENGINE
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
-from verl_tlt.speculation.policies import LiveTablePolicy, make_policy
-from verl_tlt.speculation.types import Step
+from verl_tlt.speculation.policies import FixedPolicy, LiveTablePolicy, make_policy
+from verl_tlt.speculation.types import Policy, Step
 
 ENVIRONMENT = CPU_ENGINE | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Set it before torch and vLLM are imported."""
@@ -159,10 +159,14 @@ class Engine:
 
         `live_table/OF` is one for a load of its own: what another learned of its own is no matter to it.
         """
-        from verl_tlt.speculation.step_control import Limits, StepControl
+        from verl_tlt.speculation.limits import Limits
+        from verl_tlt.speculation.step_control import StepControl
 
         kind = name.partition("/")[0]
-        policy = VllmTable(LENGTHS, self.batch) if kind == TABLE else make_policy(kind, LENGTHS, self.batch)
+        if kind == NONE:
+            policy: Policy = FixedPolicy(0)
+        else:
+            policy = VllmTable(LENGTHS, self.batch) if kind == TABLE else make_policy(kind, LENGTHS, self.batch)
         control = self.arms[name] = StepControl(policy, Limits(LENGTHS))
         control.control(points=known.to_list(), acceptance=self.models.acceptance, drafting=name != NONE)
 

@@ -85,7 +85,7 @@ FAULTS = (
           ("verl_tlt.trainer.servers:Servers.leave",), "late_request", "", "", "served_late"),
     Fault("spot trainer exhausting its memory", 12, (MICRO_BATCH,), "exhaust_memory",
           "tlt/spot_failures", "can't allocate memory", "trains", first=3),
-    Fault("the capture of hidden states raising", 13, ("verl_tlt.actor.tap:_MicroBatch.slice",), "fail",
+    Fault("the capture of hidden states raising", 13, ("verl_tlt.actor.hidden_states:_MicroBatch.slice",), "fail",
           "tlt/errors_hidden_states", "could not be captured", "trains", times=1000, everywhere=True),
     Fault("an export that hangs", 14, (f"{SPOT}:SpotTrainer.export",), "hang",
           "tlt/spot_failures", "the spot trainer failed", "publishes"),

@@ -9,6 +9,7 @@ from grpo_run import TLT, Run, grpo
 from struck import STRUCK
 
 from benchmarks.faults.run import arm
+from benchmarks.toy_job import CONSTANT
 
 COLD_START = "tlt.spot.cold_start_s=20"
 STARTUP = Path(__file__).parents[1] / "startup"
@@ -31,5 +32,5 @@ def resumed(run) -> Run:
     (armed := out.parent / "armed").mkdir()
     faults = arm(armed, STRUCK)
     faults["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{faults['PYTHONPATH']}"
-    cold = COLD_START  # which it has had
-    return grpo(out, out.parent / "assets", 7, *TLT, cold, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)
+    options = (*TLT, COLD_START, f"{CONSTANT}.speculation.calibrate=false")  # the first run has had both
+    return grpo(out, out.parent / "assets", 7, *options, SAVE_FREQ="-1", RESUME="auto", EXECUTOR="uni", **faults)

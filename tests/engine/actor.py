@@ -32,7 +32,9 @@ def build_actor(
     model: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A training worker that holds a policy in float32: "tlt" has the tap, with nothing chosen; "stock" is verl's own.
+    """A training worker that holds a policy in float32.
+
+    "tlt" captures hidden states, with nothing chosen yet; "stock" is verl's own.
 
     `model` and `engine` are more settings of `HFModelConfig` and `FSDPEngineConfig`.
     """
@@ -42,7 +44,7 @@ def build_actor(
     from verl.workers.engine_workers import TrainingWorker
 
     from verl_tlt.actor.adapters import adapt
-    from verl_tlt.actor.tap import HiddenStateTap
+    from verl_tlt.actor.hidden_states import HiddenStateCapture
     from verl_tlt.actor.worker import TLTTrainingWorker
 
     models = {"enable_gradient_checkpointing": False, "override_config": {"attn_implementation": "sdpa"}}
@@ -58,7 +60,7 @@ def build_actor(
     actor = (TLTTrainingWorker if worker == "tlt" else TrainingWorker)(config)
     actor.reset()
     if worker == "tlt":
-        actor.tap = HiddenStateTap(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
+        actor.capture = HiddenStateCapture(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
     return actor
 
 
@@ -93,10 +95,10 @@ def whole_sequences(ranks: Iterable[Iterable[HiddenStateShard]]) -> list[Trainin
 def infer(
     actor: Any, rows: Rows, max_tokens: int = 60, window: int = 10_000, budget: int = 10_000, **batch: Any
 ) -> tuple[list[TrainingSequence], torch.Tensor]:
-    """What the tap of an actor that is a group of its own took of old log-probs, and these, [sum L_b]."""
-    actor.tap_budget, actor.tap_window = budget, window
+    """What the capture of an actor that is a group of its own took of old log-probs, and these, [sum L_b]."""
+    actor.capture_budget, actor.capture_window = budget, window
     output = actor.infer_batch(make_batch(rows, max_tokens, compute_loss=False, **batch))
-    return whole_sequences([actor.tap.take()]), output["log_probs"].values()
+    return whole_sequences([actor.capture.take()]), output["log_probs"].values()
 
 
 def check_states(

@@ -83,7 +83,7 @@ LONG = (
     "test_compiled",
     "test_standalone_engine",
     "test_warmup",
-    "test_tap_ranks",
+    "test_hidden_state_ranks",
 )
 """Files of more than half a minute, most of it in one go."""
 

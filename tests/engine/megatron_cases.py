@@ -64,7 +64,7 @@ def build_mixture(root: Path) -> None:
 
 
 def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
-    """One rank: for each case what it tapped, exported and captured, left in `<root>/<case>-<rank>.pt`."""
+    """One rank: for each case what it captured and exported, left in `<root>/<case>-<rank>.pt`."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from megatron.core import parallel_state
@@ -80,12 +80,12 @@ def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
 
 
 def build_case(case: Case, root: Path) -> Any:
-    """The actor of a case on this rank, with the tap installed."""
+    """The actor of a case on this rank, with the capture installed."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
     from verl_tlt.actor.adapters import adapt
-    from verl_tlt.actor.tap import HiddenStateTap
+    from verl_tlt.actor.hidden_states import HiddenStateCapture
     from verl_tlt.actor.worker import TLTTrainingWorker
 
     config = TrainingWorkerConfig(
@@ -101,21 +101,21 @@ def build_case(case: Case, root: Path) -> Any:
     )  # fmt: skip
     actor = TLTTrainingWorker(config)
     actor.reset()
-    actor.tap = HiddenStateTap(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
+    actor.capture = HiddenStateCapture(adapt(actor.engine), AUX_LAYERS, torch.bfloat16)
     return actor
 
 
 def look_at(actor: Any, case: Case) -> dict[Any, Any]:
     """What one rank has: {window: (data-parallel rank, shards, errors)}, log-probs, exported and captured weights."""
-    from verl_tlt.actor.tap import VerifierCapture
+    from verl_tlt.actor.verifier_weights import VerifierCapture
 
     group = actor.engine.get_data_parallel_rank()
     rows = make_rows(LENGTHS[group], seed=group)
     found: dict[Any, Any] = {}
     for window in (10_000, 11):
-        actor.tap_budget, actor.tap_window = TOKENS, window
+        actor.capture_budget, actor.capture_window = TOKENS, window
         output = actor.infer_batch(make_batch(rows, 60, compute_loss=False))
-        found[window] = (group, actor.tap.take(), actor.tap.errors)
+        found[window] = (group, actor.capture.take(), actor.capture.errors)
     found["log-probs"] = None if output is None else [row.clone() for row in output["log_probs"].unbind()]
     stored: list[Any] = []
     capture = VerifierCapture(torch.bfloat16, stored.append, actor.model_config.hf_config.tie_word_embeddings)

@@ -95,9 +95,9 @@ def run_cases(rank: int, port: int, root: str, names: list[str]) -> None:
         rows = make_rows(LENGTHS[CASES[name].batch_of(rank)], seed=CASES[name].batch_of(rank))
         found = {}
         for window in (10_000, 11):
-            actor.tap_budget, actor.tap_window = TOKENS, window
+            actor.capture_budget, actor.capture_window = TOKENS, window
             output = actor.infer_batch(make_batch(rows, CASES[name].max_tokens, compute_loss=False))
-            found[window] = (actor.tap.take(), actor.tap.errors, output is not None)
+            found[window] = (actor.capture.take(), actor.capture.errors, output is not None)
         torch.save(found, f"{root}/{name}-{rank}.pt")
     torch.distributed.destroy_process_group()
 

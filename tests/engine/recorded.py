@@ -17,22 +17,15 @@ import torch
 
 from tests.toy import task
 from tests.toy.assets import AUX_LAYERS, SHIPPED_POLICY
+from verl_cpu.environment import CPU_RUN
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter import TrainingSequence, VerifierWeights, to_numpy16
 from verl_tlt.messages.training import HiddenStateShard, SessionResult, SpotPlan, VerifierArrays
 from verl_tlt.spot_trainer.worker import SpotTrainerWorker
 from verl_tlt.trainer.run_setup import first_drafter
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
+ENVIRONMENT = CPU_RUN | {
     "RAY_enable_metrics_collection": "0",  # a second Ray in a process would leave its reporting thread behind
-    "RAY_prestart_worker_first_driver": "0",  # a worker process per CPU would start at once
     "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",  # workers import this module
 }
 CONFIG = TLTConfig.from_dict({"buffer": {"tokens_per_step": 8192}})
@@ -145,12 +138,12 @@ class Odd(SpotTrainerWorker):
         """Misbehave from now on: "deaf" to stops, "broken", "dying", "crowded" on its device, or not at all ("")."""
         self.fault = fault
 
-    async def stop(self) -> None:
+    async def stop(self, session: int) -> None:
         """Not heard."""
         if self.fault != "deaf":
-            await super().stop()
+            await super().stop(session)
 
-    async def train(self, device: int) -> SessionResult:
+    async def train(self, session: int, device: int) -> SessionResult:
         """As told."""
         if self.fault == "broken":
             raise RuntimeError("out of luck")
@@ -159,4 +152,4 @@ class Odd(SpotTrainerWorker):
         if self.fault == "dying":
             threading.Timer(0.2, os._exit, (1,)).start()
             await asyncio.sleep(60)
-        return await super().train(device)
+        return await super().train(session, device)

@@ -90,7 +90,7 @@ def test_the_engine_decodes_on_as_stock(engine_of, stock_tokens, caplog, part):
         scheduler = equipped(engine)
         owner, name = CALLS[part]
         break_after(owner(scheduler), name, 0 if name == "is_finished" else GOOD_CALLS, engine.patch)
-        with says_once(caplog, "speculation.step_control", "decodes with K=0 from here on"):
+        with says_once(caplog, "speculation.step_control", "decodes without drafts for the rest of the run"):
             assert decodes_as_stock(engine, stock_tokens)
             stats = from_plain(EngineStats, engine.core.tlt_call("stats", {"reset": True}))
             assert stats.failure == "ArithmeticError: broken by a test" and not stats.num_steps
@@ -112,6 +112,7 @@ def test_a_drafter_that_raises_in_its_pass_leaves_the_engine_as_stock(engine_of,
         assert len(calls) == GOOD_CALLS + 1, "the pass was tried again"
         reply = engine.rpc("tlt_load_drafter", str(models["good"] / "model.safetensors"))
         assert "ArithmeticError: broken by a test" in reply
+        assert engine.rpc("tlt_set_drafting", True) == reply, "verl sends some heads itself"
 
 
 @pytest.mark.parametrize(("ranks", "ours"), [(2, {"tlt": {}}), (1, {})])

@@ -1,4 +1,4 @@
-"""Every family that drafters are built for: its states through the tap, and a real engine's tokens.
+"""Every family that drafters are built for: its captured states, and a real engine's tokens.
 
 Drafters of them are built and trained in tests/unit/drafter/test_published.py.
 """
@@ -59,7 +59,7 @@ def states_and_logits(policy, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tap_keeps_the_policys_states(policy_of, family, monkeypatch):
+def test_the_capture_keeps_the_policys_states(policy_of, family, monkeypatch):
     """And the teacher made of them is the policy."""
     policy, directory = policy_of(family)
     if family == "qwen2_5_vl":  # what verl 0.9.1 does with images does not run with transformers 5
@@ -74,7 +74,7 @@ def test_the_tap_keeps_the_policys_states(policy_of, family, monkeypatch):
     shared = [part for name, _ in actor.engine.get_per_tensor_param()[0] if (part := policy_part(name))]
     assert sorted(shared) == ["embed", "lm_head", "norm"], "a weight sync has each once, whatever heads the policy has"
     torch.distributed.destroy_process_group()
-    assert not actor.tap.errors and len(taken) == len(rows)
+    assert not actor.capture.errors and len(taken) == len(rows)
     del actor
     gc.collect()
     model = build_drafter(directory, seed=0)

@@ -107,6 +107,7 @@ def test_every_server_stages_what_is_published_and_a_replica_that_cannot_keeps_o
     assert fleet.stage(ray.put(second)) == 0 and staged() == [second] * 3
     actors[2].refuse.remote(third.version)
     assert fleet.stage(ray.put(third)) == 1 and staged() == [third, second, second]
+    ray.get([actor.slow.remote(0.0) for actor in actors], timeout=60)
     actors[2].refuse.remote()
     assert fleet.stage(ray.put(fourth)) == 0 and staged() == [fourth] * 3
     for actor in (actors[0], actors[2]):

@@ -24,14 +24,14 @@ class Worker(TLTActorWorker):
 
     def __init__(self):
         self._rank = 0
-        self.actor = build_actor(port=free_port())  # with a tap of its own, which nobody arms
+        self.actor = build_actor(port=free_port())  # with a capture of its own, which nobody arms
         self.config = SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
 
     def compute(self):
         """An old-log-prob forward after a weight sync."""
-        for _ in self._tlt_capture.tee(self.actor.engine.get_per_tensor_param()[0]):
+        for _ in self._tlt_verifier.tee(self.actor.engine.get_per_tensor_param()[0]):
             pass
-        self._tlt_capture.finish()
+        self._tlt_verifier.finish()
         self.actor.infer_batch(make_batch(make_rows(LENGTHS), 60, compute_loss=False))
 
 
@@ -68,5 +68,5 @@ def test_what_the_actor_captures_fills_the_spot_trainers_buffer(group):
     assert (ray.get(again.shards), again.verifier_weights) == ([], None), "nothing is handed over twice"
     assert again.token_counts is None, "the trainer has them"
     ray.get(group.tlt_stop())
-    with pytest.raises(ray.exceptions.RayTaskError, match="assert tap is not None"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="assert capture is not None"):
         ray.get(group.tlt_take())

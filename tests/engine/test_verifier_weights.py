@@ -12,7 +12,7 @@ import torch
 from actor import build_actor, free_port
 from rank_cases import build_policies
 
-from verl_tlt.actor.tap import VERIFIER_PARTS, VerifierCapture
+from verl_tlt.actor.verifier_weights import VERIFIER_PARTS, VerifierCapture
 from verl_tlt.actor.worker import TLTActorWorker
 from verl_tlt.drafter import VerifierWeights, from_numpy16
 
@@ -48,7 +48,7 @@ def sync(root):
         worker.config = SimpleNamespace(rollout=Settings(settings))
         worker.peft_merge = bool(model.get("lora", {}).get("merge"))
         worker.layered_summon = worker.base_sync_done = False
-        worker._tlt_capture = capture = VerifierCapture(torch.bfloat16, copied)
+        worker._tlt_verifier = capture = VerifierCapture(torch.bfloat16, copied)
         taken = []
         for _ in range(2):
             asyncio.run(worker.update_weights(global_steps=0))

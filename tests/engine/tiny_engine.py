@@ -90,7 +90,8 @@ class Engine:
         loaded = self.rpc("tlt_load_drafter", str(weights))
         assert loaded is None
         scheduler, control = self.scheduler, self.scheduler.tlt
-        control.__init__(load_policy(tlt, scheduler.max_num_running_reqs), control.limits, control.trace)
+        policy = load_policy(tlt, scheduler.max_num_running_reqs, control.limits)
+        control.__init__(policy, control.limits, control.trace)
         control.control(points=policies.COSTS.to_list())
         scheduler.tlt_ngram = ngram_drafts(tlt["speculation"])
         scheduler._tlt_k = 0

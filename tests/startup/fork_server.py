@@ -1,4 +1,4 @@
-"""Processes that need not import torch, transformers and the like again: forks of one that has, under the same name.
+"""Starts test processes faster: each is a fork of a server that has already imported torch, transformers and others.
 
 A whole run starts a dozen Python processes, and each spends most of its first quarter minute in other people's imports.
 Here one process, the server, imports them once. A process that Ray, multiprocessing or a command of ours starts meets
@@ -48,7 +48,7 @@ LIBRARIES = (
     "openai.types.responses.response_function_tool_call_output_item", "cv2", "av", "fastapi", "uvicorn", "aiohttp",
     "mistral_common.protocol.instruct.validator", "compressed_tensors.quantization", "jsonschema", "requests",
     "xgrammar.structural_tag", "zmq", "omegaconf", "nvtx", "openai_harmony", "llguidance", "prometheus_client", "peft",
-    "accelerate", "hydra", "wandb", "datasets",
+    "accelerate", "hydra", "wandb", "datasets", "speculators",
 )  # fmt: skip
 COUNTS = ("LD_PRELOAD", "OMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", "PYTHONHASHSEED", "HF_", "TRANSFORMERS_", "TORCH_")
 BEFORE = dict(os.environ)

@@ -55,10 +55,10 @@ def test_a_number_is_a_number_within_bounds(name, option):
     ("packages", "words", "said"),
     [
         ("rich", "doctor", "rich is not installed here, and verl-tlt or verl needs it: pip install rich"),
-        ("matplotlib", "report RUN --out o", "matplotlib is not installed here, "),
-        ("jinja2", "report RUN --out o", "jinja2 is not installed here, "),
-        ("vllm", "warmup --model m --prompts p --out o", "This command needs vllm, not installed here."),
-        ("jinja2 matplotlib vllm", "compare a.b=1", "This command needs vllm, not installed here."),
+        ("matplotlib", "report RUN --out o", "No page: pip install 'verl-tlt[report]' to have it drawn."),
+        ("jinja2", "report RUN --out o", "No page: pip install 'verl-tlt[report]' to have it drawn."),
+        ("vllm", "warmup --model m --prompts p --out o", "Install vllm: this command needs it."),
+        ("jinja2 matplotlib vllm", "compare a.b=1", "Install vllm: this command needs it."),
     ],
 )
 def test_a_package_that_is_missing_is_named_and_nothing_is_written(made_run, tmp_path, packages, words, said):

@@ -1,1 +1,1 @@
-"""Runs in verl's actor workers: taps hidden states, captures the policy's verifier weights."""
+"""Runs in verl's actor workers: captures hidden states, and copies the weights that the drafter shares."""

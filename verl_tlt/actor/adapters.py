@@ -2,7 +2,7 @@
 
 An engine puts the sequences of a micro-batch on one *token axis* (packed) or on one axis each (padded), and may split
 that axis over ranks: evenly (Ulysses, Megatron's sequence parallelism) or in two chunks of every sequence (Megatron's
-context parallelism). The tap knows an engine only as an `EngineAdapter`.
+context parallelism). The capture knows an engine only as an `EngineAdapter`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class FSDPAdapter:
 class MegatronAdapter:
     """verl's Megatron engine: megatron-core GPT models, whose tokens and layers are split over ranks in three ways.
 
-    `checks.rules.why_no_capture` names layouts whose hidden states cannot be captured, before the spot trainer starts.
+    A `DrafterError` for other layouts of context parallelism than zigzag. Other layouts whose hidden states cannot be
+    captured are found before the run starts (`checks.rules.why_no_capture`).
 
     Pipeline parallelism splits layers; the last stage has the final norm. Context parallelism gives a rank two chunks
     of every sequence. Sequence parallelism slices what is left; without it the first rank of a tensor-parallel group
@@ -122,12 +123,15 @@ class MegatronAdapter:
         self._tp = parallel_state.get_tensor_model_parallel_rank()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._split = bool(config.sequence_parallel)  # over the ranks of a tensor-parallel group
-        self._begins: torch.Tensor | None = None  # of packed sequences with their padding; None: one axis each
+        self._packed: torch.Tensor | None = None
+        """Where each packed sequence begins, with its padding; None: each sequence has an axis of its own."""
+        self._begins: list[int] | None = None  # the same on the host, once the micro-batch's first layer has asked
 
         def note_packing(_decoder: object, _args: object, kwargs: dict[str, Any]) -> None:
             # verl pads each sequence, and by how much depends on several settings.
             packed = kwargs.get("packed_seq_params")
-            self._begins = None if packed is None else packed.cu_seqlens_q_padded
+            self._packed = None if packed is None else packed.cu_seqlens_q_padded
+            self._begins = None
 
         for decoder in self._decoders:
             decoder.register_forward_pre_hook(note_packing, with_kwargs=True)
@@ -156,7 +160,9 @@ class MegatronAdapter:
     def locate(self, state: torch.Tensor, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[TokenSpan]]]:
         """As `FSDPAdapter.locate`; packed is one axis [T, 1, H], padded one for each [S, B, H]."""
         size = state.shape[0]
-        begins = None if self._begins is None else self._begins.tolist()
+        if self._begins is None and self._packed is not None:
+            self._begins = self._packed.tolist()  # waits for the device, so once a micro-batch
+        begins = self._begins
         located = []
         for i, length in enumerate(lengths):
             if begins is None:  # an axis for each sequence

@@ -18,17 +18,9 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_tlt.actor.adapters import adapt
-from verl_tlt.actor.tap import (
-    ROW,
-    Captured,
-    HiddenStateTap,
-    VerifierCapture,
-    capture_turns,
-    choose_window,
-    response_lengths,
-    select_for_tap,
-    turn_budget,
-)
+from verl_tlt.actor.chosen_sequences import capture_turns, choose_window, select_sequences, turn_budget
+from verl_tlt.actor.hidden_states import ROW, HiddenStateCapture, response_lengths
+from verl_tlt.actor.verifier_weights import Captured, VerifierCapture
 from verl_tlt.config import TLTConfig, dtype_name
 from verl_tlt.drafter import policy_shape
 from verl_tlt.errors import DrafterError
@@ -41,36 +33,36 @@ if TYPE_CHECKING:
 class TLTTrainingWorker(TrainingWorker):
     """The actor's training worker: has hidden states of sequences copied that it chooses before the forward."""
 
-    tap: HiddenStateTap | None = None
-    tap_budget = 0
+    capture: HiddenStateCapture | None = None
+    capture_budget = 0
     """Tokens to capture of a batch that this rank computes, where it is its turn."""
-    tap_turns = 1
+    capture_turns = 1
     """Data-parallel ranks take turns: each captures from one of so many batches."""
-    tap_window = 0
-    batches_tapped = 0
+    capture_window = 0
+    batches_seen = 0
 
     def infer_batch(self, data: TensorDict) -> TensorDict:
         """As verl's; `input_ids` in `data` are jagged [B, L_b]."""
         reference = tu.get(data, "no_lora_adapter", False)  # a LoRA actor also answers for the reference policy
-        if self.tap is not None and not reference and "input_ids" in data:
-            with self.tap.contained():
-                self._choose(data, self.tap)
+        if self.capture is not None and not reference and "input_ids" in data:
+            with self.capture.contained():
+                self._choose(data, self.capture)
         return super().infer_batch(data)
 
-    def _choose(self, data: TensorDict, tap: HiddenStateTap) -> None:
+    def _choose(self, data: TensorDict, capture: HiddenStateCapture) -> None:
         """Record some rows of this batch, the same on every rank that computes it."""
-        turn = self.batches_tapped
-        self.batches_tapped += 1  # first: a rank that fails below goes on with the same rows as the others
+        turn = self.batches_seen
+        self.batches_seen += 1  # first: a rank that fails below goes on with the same rows as the others
         lengths = data["input_ids"].offsets().diff().tolist()
         rng = random.Random(turn)
-        budget = turn_budget(self.tap_budget, self.tap_turns, turn, self.engine.get_data_parallel_rank())
-        window = min(self.tap_window, self.tap_budget)
-        rows = select_for_tap(lengths, budget, rng, window)
+        budget = turn_budget(self.capture_budget, self.capture_turns, turn, self.engine.get_data_parallel_rank())
+        window = min(self.capture_window, self.capture_budget)
+        rows = select_sequences(lengths, budget, rng, window)
         # The response is what ends a row; verl pads nothing into jagged ids.
         prompts = [n - r for n, r in zip(lengths, response_lengths(data), strict=True)]
-        tap.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})
+        capture.arm({row: choose_window(lengths[row], prompts[row], window, rng) for row in rows})
         data[ROW] = torch.arange(len(lengths))
-        tap.count(data)
+        capture.count(data)
 
 
 class TLTActorWorker(DetachActorWorker):
@@ -80,7 +72,7 @@ class TLTActorWorker(DetachActorWorker):
     """
 
     actor_worker_cls = TLTTrainingWorker
-    _tlt_capture: VerifierCapture | None = None
+    _tlt_verifier: VerifierCapture | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def tlt_setup(self, config: TLTConfig, aux_layers: list[int], counts_tokens: bool = False) -> CaptureReady:
@@ -94,17 +86,17 @@ class TLTActorWorker(DetachActorWorker):
         except DrafterError as why:
             return CaptureReady(group=0, refusal=str(why), **place)
         engine = self.actor.engine
-        self.actor.tap = HiddenStateTap(adapter, aux_layers, dtype)
+        self.actor.capture = HiddenStateCapture(adapter, aux_layers, dtype)
         tokens = config.buffer.tokens_per_step or 0
         ranks = engine.get_data_parallel_size()
         turns = capture_turns(tokens, ranks, config.buffer.window)
-        self.actor.tap_turns = turns
-        self.actor.tap_budget = tokens * turns // ranks
-        self.actor.tap_window = config.buffer.window
+        self.actor.capture_turns = turns
+        self.actor.capture_budget = tokens * turns // ranks
+        self.actor.capture_window = config.buffer.window
         policy = policy_shape(engine.model_config.local_path)
-        self.actor.tap.counts_tokens = policy.vocab_size if counts_tokens else 0
+        self.actor.capture.counts_tokens = policy.vocab_size if counts_tokens else 0
         if self.rank == 0:
-            self._tlt_capture = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
+            self._tlt_verifier = VerifierCapture(dtype, ray.put, policy.tied, policy.norm_offset)
         return CaptureReady(engine.get_data_parallel_rank(), **place)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -114,21 +106,21 @@ class TLTActorWorker(DetachActorWorker):
         `counts`: hand over also how often each token was in the first rollout's responses; the trainer asks for it
         until it has it.
         """
-        tap = self.actor.tap
-        assert tap is not None
-        taken = tap.take()
-        errors = tap.errors
-        tap.errors = 0
+        capture = self.actor.capture
+        assert capture is not None
+        taken = capture.take()
+        errors = capture.errors
+        capture.errors = 0
         if not counts:
-            tap.token_counts = None
-        captured = Captured() if self._tlt_capture is None else self._tlt_capture.take()
+            capture.token_counts = None
+        captured = Captured() if self._tlt_verifier is None else self._tlt_verifier.take()
         return CapturedStates(
             shards=ray.put(taken),
             verifier_weights=captured.reference,
-            seconds=tap.seconds,
+            seconds=capture.seconds,
             errors=errors + captured.errors,
             sync_seconds=captured.seconds,
-            token_counts=tap.token_counts,
+            token_counts=capture.token_counts,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -139,15 +131,15 @@ class TLTActorWorker(DetachActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def tlt_stop(self) -> None:
         """Capture nothing any more on this rank."""
-        if self.actor.tap is not None:
-            self.actor.tap.take()  # its hooks stay, and record nothing from now on
-        self.actor.tap = self._tlt_capture = None
+        if self.actor.capture is not None:
+            self.actor.capture.take()  # its hooks stay, and record nothing from now on
+        self.actor.capture = self._tlt_verifier = None
 
     # Changes verl: patches/README.md#what-policy-and-drafter-share-is-copied-while-weights-are-synced
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> object:
         """As verl's; on the first rank the parts that the drafter shares are copied as they stream past."""
-        capture = self._tlt_capture
+        capture = self._tlt_verifier
         if capture is None:
             return await super().update_weights(global_steps=global_steps, mode=mode)
         engine = self.actor.engine

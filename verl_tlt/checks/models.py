@@ -11,25 +11,20 @@ from typing import Literal
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.check import check_config, check_drafter
 from verl_tlt.drafter.head_config import read_config
+from verl_tlt.drafter.model_files import PICKLED, NotHereError, elsewhere, files_on_hub, folder, is_name
 from verl_tlt.drafter.mtp_tensors import mtp_tensors
 from verl_tlt.drafter.policy import (
-    CONFIG,
-    PICKLED,
-    NotHereError,
     PolicyShape,
     aux_layers_for,
     draft_vocab_size,
-    elsewhere,
-    files_on_hub,
-    folder,
     has_latent_attention,
-    is_name,
     policy_shape,
     read_model_config,
     unsupported,
 )
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.errors import DrafterError
+from verl_tlt.files.disk import CONFIG
 
 POLICY, DRAFTER, METHOD = "actor_rollout_ref.model.path", "tlt.drafter.path", "tlt.drafter.method"
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt import MODE_PREFIX, flag
 from verl_tlt.checks.models import POLICY, absolute
 from verl_tlt.config import MOST, TLTConfig, TLTConfigError
-from verl_tlt.drafter.policy import first_line, read_model_config
+from verl_tlt.drafter.model_files import first_line
+from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.errors import DrafterError
 from verl_tlt.upstream.versions import location
 
@@ -121,6 +122,7 @@ def _not_composed(overrides: tuple[str, ...], config_name: str, folder: str, err
     return f"Hydra cannot compose {os.path.join(folder, config_name)} from these overrides: {reason}"
 
 
+@functools.lru_cache(maxsize=1024)
 def _misread(word: str) -> str | None:
     """Why a word of a command line is no override that Hydra can read, and what to write instead; else None."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -1,7 +1,7 @@
 """Can TLT run here? Rules over a composed verl config, the disk and what is installed, each with its findings.
 
-`trainer.plugin=tlt` runs them in the driver before Ray starts and refuses on the first bad one; `verl-tlt doctor`
-prints them as a table. Imports neither verl nor vLLM nor torch.
+`trainer.plugin=tlt` runs them in the driver before Ray starts; refusals are printed, and end the run.
+`verl-tlt doctor` prints all findings.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ from verl_tlt.files.disk import matching
 from verl_tlt.idle.planner import MODE_RULES
 from verl_tlt.server.engine_arguments import engine_lengths, graph_mode, problems
 from verl_tlt.speculation.graph_rules import is_hybrid, runner_for
+from verl_tlt.speculation.policies import make_policy
+from verl_tlt.speculation.types import ControlError
 from verl_tlt.upstream.versions import SUPPORTED, UNTESTED, Supported, installed, release
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ACTOR, MTP = "actor_rollout_ref.actor", "actor_rollout_ref.model.mtp"
-_QUANTIZED = (
-    "lets the rollout compute with other weights than the actor, whose hidden states teach the drafter, "
-    "and drafters beside a quantized policy were not tested"
-)
 QUANTIZES = (
     *(f"{ROLLOUT}.{name}" for name in ("quantization", "engine_kwargs.vllm.quantization")),
     *(f"{ACTOR}.{name}.qat.enable" for name in ("fsdp_config", "megatron")),
@@ -73,7 +71,9 @@ def examine(config: DictConfig, settings: TLTConfig) -> list[Finding]:
 
 
 def switched_on(config: DictConfig) -> Finding:
-    """Whether this recipe trains with TLT at all."""
+    """Whether this recipe trains with TLT at all; a `TLTConfigError` where what says so cannot be resolved."""
+    for key in (flag.SWITCH, "trainer.v1.trainer_mode", flag.NAME):
+        select(config, key)  # `flag` would raise the error of OmegaConf
     if sentence := flag.refusal(config):
         return Finding("refuse", flag.SWITCH, f"TLT is off: {sentence}")
     if flag.wanted(config):
@@ -156,19 +156,19 @@ def actor(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
 
 def _training(config: DictConfig, settings: TLTConfig, strategy: str) -> Finding:
     """Whether the drafter that engines use is trained; `strategy` is the actor's, as KEY=VALUE."""
-    random = "without tlt.drafter.path is random, unless a checkpoint has one, and will not speed up anything"
     given = settings.drafter.path or settings.drafter.method == "mtp"
+    random = "Without tlt.drafter.path, or a drafter in the checkpoint, it is random and gives no speed-up."
     key = f"{ACTOR}.strategy"
     if not settings.spot.enable:
         if given:
             return Finding("ok", key, f"{strategy}; tlt.spot.enable=False, so the drafter stays as it is loaded")
-        return Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False keeps the first drafter, which {random}.")
+        return Finding("warn", "tlt.spot.enable", f"tlt.spot.enable=False: the drafter is never trained. {random}")
     no_capture = why_no_capture(config)
     if no_capture is None:
         return Finding("ok", key, strategy)
     cause, why = no_capture
-    useless = "" if given else f", which {random}"
-    return Finding("warn", cause, f"{why}, so this run speculates with the drafter as it is loaded{useless}.")
+    untrained = f"{why}, so the drafter stays as it is loaded."
+    return Finding("warn", cause, untrained if given else f"{untrained} {random}")
 
 
 def drafter_drafts(settings: TLTConfig) -> bool:
@@ -182,6 +182,12 @@ def trains(config: DictConfig, settings: TLTConfig) -> bool:
     if drafts_are_ngrams or why_no_capture(config) or select(config, "trainer.val_only", False):
         return False
     return settings.spot.enable and not verl_trains_the_head(config, settings)
+
+
+def trains_beside_engines(config: DictConfig, settings: TLTConfig) -> bool:
+    """Whether the spot trainer trains a drafter on devices of engines, and not on the trainer's own."""
+    rule = MODE_RULES.get(trainer_mode(config))
+    return rule is not None and rule.idle == "replicas" and trains(config, settings)
 
 
 def verl_trains_the_head(config: DictConfig, settings: TLTConfig) -> bool:
@@ -238,10 +244,20 @@ def rollout(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
         yield Finding("ok", f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm")
     if settings.speculation.enable and is_hybrid(policy_fields(config)):
         yield from _hybrid_policy(config, settings)
+    if settings.speculation.enable and ":" in settings.speculation.policy:
+        yield from _own_policy(config, settings)
     key = f"{ROLLOUT}.full_determinism"
     if select(config, key, False) and settings.speculation.enable:
         other = "draft lengths follow measured times, so two runs draw other tokens of the same distribution"
         yield Finding("warn", key, f"{key}=True does not hold: {other}; tlt.speculation.enable=False decodes as stock.")
+
+
+def _own_policy(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
+    """Whether the user's own policy can be imported and built."""
+    try:
+        make_policy(settings.speculation.policy, draft_lengths(config, settings), 1)
+    except ControlError as error:
+        yield Finding("if", "tlt.speculation.policy", str(error))
 
 
 def _hybrid_policy(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
@@ -251,15 +267,15 @@ def _hybrid_policy(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]
         off = f"{key} is turned off, because it was not tested with drafts for a hybrid policy (linear attention)"
         yield Finding("warn", key, f"{off}: each response of a prompt computes the prompt again.")
     key = "tlt.speculation.max_draft_length"
-    longest = longest_draft(config, settings)
+    longest = draft_lengths(config, settings)[-1]
     states = f"with {key}={longest} a request of this hybrid policy takes {1 + longest} recurrent states, not one"
     yield Finding("warn", key, f"{states}: if too few requests fit, make it smaller.")
 
 
-def longest_draft(config: DictConfig, settings: TLTConfig) -> int:
-    """K_max of the engines, which have CUDA graphs for some draft lengths only."""
+def draft_lengths(config: DictConfig, settings: TLTConfig) -> tuple[int, ...]:
+    """Draft lengths of the engines, which have CUDA graphs for some only; ascending."""
     user = read_mapping(config, f"{ROLLOUT}.engine_kwargs.vllm")
-    return engine_lengths(settings, graph_mode(user, enforce_eager(config)))[-1]
+    return engine_lengths(settings, graph_mode(user, enforce_eager(config)))
 
 
 def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]]:
@@ -284,7 +300,9 @@ def _engine(config: DictConfig, settings: TLTConfig) -> Iterator[tuple[str, str]
         for key in QUANTIZES:
             value = select(config, key)
             if value:
-                yield key, f"{key}={value} {_QUANTIZED}."
+                why = "the drafter learns from the actor's weights, and the engine has quantized ones"
+                instead = "Remove it, or set tlt.speculation.enable=False."
+                yield key, f"{key}={value} is not supported with a drafter: {why}. {instead}"
     if settings.speculation.enable:
         yield from _with_drafts(config, settings)
 
@@ -374,8 +392,7 @@ def _absent_data(config: DictConfig) -> Iterator[Finding]:
 def idle_time(config: DictConfig, settings: TLTConfig) -> Iterator[Finding]:
     """The drafter is trained while one replica waits for another, so there must be another."""
     what = "trainer.n_gpus_per_node"
-    rule = MODE_RULES.get(trainer_mode(config))
-    if rule is None or rule.idle != "replicas" or not trains(config, settings):
+    if not trains_beside_engines(config, settings):
         return
     try:
         replicas = replicas_on(config, "trainer")

@@ -4,7 +4,8 @@ import json
 import os
 import shlex
 
-from verl_tlt.drafter.policy import MTP, is_name
+from verl_tlt.drafter.model_files import is_name
+from verl_tlt.drafter.policy import MTP
 
 DRAFT_LENGTH = 3
 

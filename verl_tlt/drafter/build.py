@@ -19,7 +19,6 @@ import torch
 from verl_tlt.drafter.head_config import config_of, layer_fields, library_fields
 from verl_tlt.drafter.policy import (
     MTP,
-    DrafterError,
     PolicyLike,
     aux_layers_for,
     check_aux_layers,
@@ -27,6 +26,7 @@ from verl_tlt.drafter.policy import (
     policy_shape,
     unsupported,
 )
+from verl_tlt.errors import DrafterError
 
 BY_DOCUMENT = "tlt_by_document"
 """Attention over a packed row, one document at a time: for transformers' `_attn_implementation`, on a CPU.

@@ -1,7 +1,7 @@
 """The policy's hidden states for recorded texts, from a plain transformers forward: training data without RL.
 
-RL copies hidden states out of a forward that runs anyway (`verl_tlt.actor.tap`). A token's take 28-64 KB for 7B-70B
-policies, so a `Library` keeps as many as its memory allows and computes the others again.
+RL copies hidden states out of a forward that runs anyway (`verl_tlt.actor.hidden_states`). Those of a token take 28 to
+64 KB for policies of 7B to 70B, so a `Library` keeps as many as its memory allows and computes the others again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_tlt.drafter import data
-from verl_tlt.drafter.policy import Model, check_aux_layers, policy_shape, read_model_config
+from verl_tlt.drafter.model_files import Model
+from verl_tlt.drafter.policy import check_aux_layers, policy_shape, read_model_config
 from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:

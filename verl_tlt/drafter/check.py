@@ -14,23 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_tlt.drafter.head_config import LAYER, check_kind, config_of, is_flat, read_config
+from verl_tlt.drafter.model_files import Model, NotHereError, first_line, folder, is_name
 from verl_tlt.drafter.mtp_tensors import head_files
-from verl_tlt.drafter.policy import (
-    CONFIG,
-    MTP,
-    Fields,
-    Model,
-    NotHereError,
-    PolicyLike,
-    first_line,
-    folder,
-    is_name,
-    policy_shape,
-    read_json,
-)
+from verl_tlt.drafter.policy import MTP, Fields, PolicyLike, policy_shape
 from verl_tlt.drafter.tensor_file import FLOATS, INDEX, WEIGHTS, Header, headers, opened, plain, tensor_files
 from verl_tlt.errors import DrafterError
-from verl_tlt.files.disk import expanded
+from verl_tlt.files.disk import CONFIG, expanded
+from verl_tlt.files.json_files import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,14 @@ from verl_tlt.drafter.check import (
     tokenizer_facts,
 )
 from verl_tlt.drafter.head_config import config_of
+from verl_tlt.drafter.model_files import Model
 from verl_tlt.drafter.mtp_tensors import read_head
-from verl_tlt.drafter.policy import CONFIG, MTP, Fields, Model, PolicyLike, policy_shape, read_json
+from verl_tlt.drafter.policy import MTP, Fields, PolicyLike, policy_shape
 from verl_tlt.drafter.tensor_file import WEIGHTS, Header, check_finite, not_finite, opened, read_file
 from verl_tlt.drafter.verifier import is_trained
 from verl_tlt.errors import DrafterError, TLTError
-from verl_tlt.files.disk import expanded, replacing, replacing_folder
+from verl_tlt.files.disk import CONFIG, expanded, replacing, replacing_folder
+from verl_tlt.files.json_files import read_json
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig

@@ -97,6 +97,10 @@ class TrainingSequence:
         rows = [range(max(turn.start - 1, 0), turn.stop - 1 - draft) for turn in self.turns]
         return [stretch for stretch in rows if stretch]
 
+    def positions(self, draft: int) -> int:
+        """Number of places where a draft of `draft` tokens can start, all of which the policy sampled."""
+        return sum(map(len, self.loss_rows(draft)))
+
     def window(self, begin: int, end: int) -> TrainingSequence:
         """Tokens `begin:end` at their true positions; views, no copies."""
         tokens = self.tokens[begin:end]

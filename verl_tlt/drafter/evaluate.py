@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from verl_tlt.drafter.data import ROW_BLOCK, Batch, TrainingSequence, check_tokens, grouped, pack
-from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import run_passes
+from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

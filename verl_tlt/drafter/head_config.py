@@ -17,22 +17,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_tlt import LONGEST_DRAFT
+from verl_tlt.drafter.model_files import first_line
 from verl_tlt.drafter.policy import (
     COMPUTED_ROPE,
-    CONFIG,
-    LONGEST_DRAFT,
     MTP,
     Fields,
     PolicyShape,
     aux_layers_for,
     check_aux_layers,
     drafter_rope,
-    first_line,
     quiet,
-    read_json,
     rope_of,
 )
 from verl_tlt.errors import DrafterError, wrong_field
+from verl_tlt.files.disk import CONFIG
+from verl_tlt.files.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

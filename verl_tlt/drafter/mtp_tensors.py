@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verl_tlt.drafter.policy import DrafterError, Model, PolicyShape, policy_shape, read_model_config
+from verl_tlt.drafter.model_files import Model
+from verl_tlt.drafter.policy import PolicyShape, policy_shape, read_model_config
 from verl_tlt.drafter.tensor_file import FLOATS, Header, check_finite, headers, read_parts, tensor_files
+from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
     import torch

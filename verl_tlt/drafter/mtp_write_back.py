@@ -6,12 +6,14 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from verl_tlt.drafter.model_files import Model
 from verl_tlt.drafter.mtp_tensors import mtp_layout, read_head
-from verl_tlt.drafter.policy import CONFIG, DrafterError, Model, policy_shape, read_json
+from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.drafter.tensor_file import INDEX, opened, tensor_files
 from verl_tlt.drafter.verifier import locate_parts
-from verl_tlt.errors import TLTError
-from verl_tlt.files.disk import check_writable, expanded, replacing
+from verl_tlt.errors import DrafterError, TLTError
+from verl_tlt.files.disk import CONFIG, check_writable, expanded, replacing
+from verl_tlt.files.json_files import read_json
 
 SHARD = "model-mtp.safetensors"
 """The file that `write_back` adds to a policy."""

@@ -22,8 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_tlt.drafter.policy import CONFIG, Model, folder, is_name, read_json
+from verl_tlt.drafter.model_files import Model, folder, is_name
 from verl_tlt.errors import DrafterError
+from verl_tlt.files.disk import CONFIG
+from verl_tlt.files.json_files import read_json
 
 if TYPE_CHECKING:
     import torch

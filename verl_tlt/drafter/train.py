@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from verl_tlt.drafter.build import policy_width
 from verl_tlt.drafter.data import ROW_BLOCK, Batch, FedBatch, TrainingSequence, ahead, align, feed_to
-from verl_tlt.drafter.policy import DrafterError, Fields
+from verl_tlt.drafter.policy import Fields
 from verl_tlt.drafter.tensor_file import not_finite
+from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

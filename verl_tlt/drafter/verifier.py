@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_tlt.drafter.build import drafter_config, has_own_embedding, make_room
+from verl_tlt.drafter.model_files import Model, NotHereError
 from verl_tlt.drafter.mtp_tensors import mtp_layout
-from verl_tlt.drafter.policy import MTP, DrafterError, Model, NotHereError, check_unquantized, policy_shape
+from verl_tlt.drafter.policy import MTP, check_unquantized, policy_shape
 from verl_tlt.drafter.tensor_file import Header, check_weights, headers, opened, read_parts, tensor_files
+from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

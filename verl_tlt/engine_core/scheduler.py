@@ -1,9 +1,10 @@
 """vLLM's scheduler with a draft length K that is looked up anew in every engine step.
 
 `Scheduler.schedule` looks up `self.dynamic_sd_lookup[batch]` once per step, and sends the answer to the workers in
-`SchedulerOutput.num_spec_tokens_to_schedule` (vLLM ≥ 0.24). Here the policy's list takes the place of vLLM's, behind an
-object that abstains where drafts must not or cannot be made. K is fixed before anything is drafted, from the batch and
-past steps only, which keeps speculative sampling exact. The K tokens drafted in one step are verified in the next.
+`SchedulerOutput.num_spec_tokens_to_schedule` (vLLM ≥ 0.24). Here `_DraftLengths` replaces that list: it asks the policy
+for K, and answers 0 if drafts are impossible or would be verified inexactly. K is fixed before anything is drafted,
+from the batch and past steps only, which keeps speculative sampling exact. The K tokens drafted in one step are
+verified in the next.
 
 When a step is over, `update_from_output` queues it as one `EngineStep`. It is counted while the model computes the next
 step (`_tlt_learn`), and statistics, trace and policy learn from it then, so that no engine step waits for that.
@@ -31,9 +32,10 @@ from vllm.v1.request import RequestStatus
 from verl_tlt.engine_core.ngram_drafts import NgramDrafts
 from verl_tlt.engine_core.steps import EngineStep
 from verl_tlt.speculation.graph_rules import row_limit, token_limit
+from verl_tlt.speculation.limits import Limits, context_limit
 from verl_tlt.speculation.ngram_index import NgramIndex
 from verl_tlt.speculation.policies import make_policy
-from verl_tlt.speculation.step_control import FLUSHED_S, Limits, StepControl, StepTrace, context_limit
+from verl_tlt.speculation.step_control import FLUSHED_S, StepControl, StepTrace
 from verl_tlt.speculation.types import Policy
 
 if TYPE_CHECKING:
@@ -50,16 +52,16 @@ MAX_NGRAM_BYTES = 256 << 20
 """Largest n-gram index of an engine: some two million tokens of responses."""
 
 
-def load_policy(settings: Mapping[str, Any], largest_batch: int) -> Policy:
+def load_policy(settings: Mapping[str, Any], largest_batch: int, limits: Limits) -> Policy:
     """The policy that `additional_config["tlt"]` asks for; a ControlError where that is none.
 
-    `settings` hold `speculation` (a dict of `SpeculationConfig`) and `arms` (ascending K). With n-grams the longest
-    draft takes the place of `live_table`: a request without a match has no draft, so steps have no cost by K.
+    `settings` hold `speculation` (a dict of `SpeculationConfig`). With n-grams the longest draft takes the place of
+    `live_table`: a request without a match has no draft, so steps have no cost by K.
     """
     speculation = settings["speculation"]
     without_costs = speculation["source"] == "ngram" and speculation["policy"] == "live_table"
     name = "fixed" if without_costs else speculation["policy"]
-    return make_policy(name, tuple(settings["arms"]), largest_batch, speculation["fixed"])
+    return make_policy(name, limits.lengths, largest_batch, speculation["fixed"], limits)
 
 
 def ngram_drafts(speculation: Mapping[str, Any]) -> NgramDrafts | None:
@@ -86,7 +88,7 @@ class _DraftLengths:
 
 
 def verified_inexactly(request: Request) -> bool:
-    """Whether vLLM would answer this request otherwise if drafts were verified. There are three causes:
+    """Whether vLLM verifies drafts of this request inexactly. There are three causes:
 
     * A grammar. vLLM cuts a draft before the first token that the grammar forbids, and draws the next token as if none
       had been drafted there. So tokens that the drafter finds likely come too often.
@@ -147,9 +149,9 @@ class TLTScheduler(Scheduler):
         longest = getattr(draft_config, "max_model_len", None) or self.max_model_len
         # K is chosen by the contexts of two steps before; of three, where two steps are in flight.
         self._tlt_context_limit = context_limit(longest, self.num_spec_tokens, behind=3 if is_async else 2)
-        policy = load_policy(settings, self.max_num_running_reqs)
         rows = row_limit(config.device_config.device_type == "cpu", self.max_num_running_reqs)
         limits = Limits(tuple(settings["arms"]), token_limit(config), rows)
+        policy = load_policy(settings, self.max_num_running_reqs, limits)
         self.tlt = StepControl(policy, limits, _engine_trace())
         self.tlt_ngram = ngram_drafts(settings["speculation"])
         self.dynamic_sd_lookup = _DraftLengths(self._tlt_choose)
@@ -180,7 +182,9 @@ class TLTScheduler(Scheduler):
             if self.tlt_ngram:
                 self.tlt_ngram.index.new_policy()
             return {}
-        return {"control": self.tlt.control}[operation](**arguments)
+        if operation == "control":
+            return self.tlt.control(**arguments)
+        raise ValueError(f"The scheduler knows no operation {operation}.")
 
     # ------------------------------------------------------------------ before the step
 
@@ -232,7 +236,7 @@ class TLTScheduler(Scheduler):
 
     @_contained
     def _tlt_scheduled(self, output: SchedulerOutput) -> None:
-        """Queue a step that vLLM has scheduled, and settle which drafts come after it."""
+        """Queue a step that vLLM has scheduled, and drop drafts of requests that it leaves out."""
         waiting = time.perf_counter()
         scheduled = output.num_scheduled_tokens
         if self.tlt_ngram:
@@ -251,7 +255,6 @@ class TLTScheduler(Scheduler):
                 drafted=self._tlt_k,
                 verified=self._tlt_verified,
                 blocked=self._tlt_blocked,
-                may_lack_drafts=self.tlt_ngram is not None,
             )
         )
         self._tlt_waited_s += time.perf_counter() - waiting

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
 
 PAUSE_FLOOR_S = 0.002
-"""Seconds between two steps up to which a gap is vLLM's own work."""
+"""Gaps between two steps up to this long, in seconds, are part of the step: vLLM's own work."""
 PAUSE_SHARE = 0.5
-"""Share of a step's own time beyond which a gap before it means that the engine was held up."""
+"""A longer gap is a pause if it exceeds this share of the step's own time."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,8 +32,6 @@ class EngineStep(Step):
     paused_s: float
     """Seconds between the end of the step before and the start of this one, if none was in flight."""
     blocked: bool  # a context is too long for the drafter, so that nothing was drafted
-    may_lack_drafts: bool
-    """There is no drafter, so a request may go without a draft (`tlt.speculation.source=ngram`)."""
     sampled: Sequence[int] = ()
     """Tokens that the step sampled, by row, the target's own included, before vLLM cuts rows at a request's end."""
     row_of: Mapping[str, int] = field(default_factory=dict)  # request → row
@@ -44,7 +42,7 @@ class EngineStep(Step):
     finished_s: float = 0.0
     previous_finished_s: float = 0.0
     longest: int = 0
-    """Tokens of the longest context, with what this step computed."""
+    """Tokens of the longest context at the start of the step; of a request that computes its prompt, at the end."""
 
     def count(self) -> None:
         """Fill in the numbers, as vLLM counts them. No engine step waits for this."""
@@ -84,6 +82,7 @@ class EngineStep(Step):
                 prefilling.add(request)
                 self.batch -= 1
                 self.kv_tokens -= context
+                self.longest = max(self.longest, context + scheduled[request])
         computed = [r.num_computed_tokens + scheduled[r.req_id] for r in output.scheduled_new_reqs]
         self.longest = max(self.longest, *computed, 0)
         return prefilling
@@ -96,28 +95,21 @@ class EngineStep(Step):
             sampled = [self.sampled[self.row_of[request]] for request in drafts]
             self.num_draft_tokens = sum(map(len, drafts.values()))
         drafted_before = self.verified
-        # Where requests may lack a draft, a missing one counts as one of which nothing was accepted: what K costs and
-        # brings is then that of the whole batch, as with a drafter.
-        self.num_drafts = self.batch if self.may_lack_drafts and drafted_before > 0 else len(drafts)
+        self.num_drafts = len(drafts)
         self.verified = drafted_before if self.num_drafts else 0
         rows_with = Counter(sampled)  # rows with so many sampled tokens: the accepted ones and the target's own
         at_least = accumulate(rows_with[1 + k] for k in range(self.verified, 0, -1))  # K, K-1, ... 1 tokens accepted
         self.num_accepted_tokens_per_pos = tuple(at_least)[::-1]
-        # From 0.33 on vLLM's V2 runner drafts nothing where every request ends with the step or has prompt left.
-        skipped = bool(getattr(self.output, "skip_drafts", False)) and self.drafted > 0
-        self.clean = self.decode_only and self._is_steady(drafted_before) and not (self.blocked or skipped)
+        self.clean = self.decode_only and self._is_steady(drafted_before) and not self.blocked
 
     def _counts(self, request: str) -> bool:
         """Whether a request's draft counts: the request did not end meanwhile, and vLLM did not discard its tokens."""
         return request not in self.gone and self.sampled[self.row_of[request]] > 0
 
     def _is_steady(self, drafted_before: int) -> bool:
-        """Whether the step drafts at the K of the step before it.
-
-        With a drafter it must also verify K tokens of every request.
-        """
+        """Whether the step drafts at the K of the step before it, and verifies K tokens of every request."""
         if self.drafted != drafted_before:
             return False
-        if self.drafted <= 0 or self.may_lack_drafts:
+        if self.drafted <= 0:
             return True
         return self.num_drafts == self.batch and self.num_draft_tokens == self.verified * self.batch

@@ -49,8 +49,8 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
     It lies beside `target`. A process that is killed inside the block leaves a `.NAME.new-*`, which nothing reads; one
     that is killed between the two renames leaves the old folder as `.NAME.old-*`. On a mount that cannot rename folders
-    the files are copied one by one. Of a link the folder that it leads to is replaced. A `TLTError` names the folder
-    that could not be written.
+    the files are copied one by one. If `target` is a symbolic link, the folder it points to is replaced. A `TLTError`
+    names the folder that could not be written.
     """
     target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
     unique = secrets.token_hex(4)
@@ -62,22 +62,27 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         yield draft
         for path in (*draft.rglob("*"), draft):
             _flush(path)
-        try:
-            if os.path.lexists(target):  # a folder that holds something cannot be renamed over
-                target.rename(old)
-            draft.rename(target)
-        except OSError as error:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            if error.errno in _FULL:
-                raise
-            _copy_files(draft, target)
+        _swap(draft, target, old)
         _flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise TLTError(f"{target} could not be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _swap(draft: Path, target: Path, old: Path) -> None:
+    """Rename `target` to `old` and `draft` to `target`; where folders cannot be renamed, copy the files of `draft`."""
+    try:
+        if os.path.lexists(target):  # a folder that holds something cannot be renamed over
+            target.rename(old)
+        draft.rename(target)
+    except OSError as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        if error.errno in _FULL:
+            raise
+        _copy_files(draft, target)
 
 
 def _copy_files(draft: Path, target: Path) -> None:

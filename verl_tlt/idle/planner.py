@@ -23,7 +23,8 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 RETRY_S = 2.0
-"""Pause after a refusal: a request that slipped in decodes for a while, and asking closes the gate for a moment."""
+"""Seconds before a server that refused to leave is asked again. Its request takes time, and each question keeps new
+requests out for a moment."""
 LEAST_SHARE = 0.5
 """Part of its fair share of the requests that a replica must have held at once before it may leave. Before dispatch all
 replicas are empty, and routing is not even, so an empty replica may simply not have got its requests yet."""
@@ -225,7 +226,7 @@ class IdlePlanner:
         """The server has requests and serves on: back into the load balancer, asked again after a pause."""
         replica = self._replicas[name]
         replica.state = State.SERVES
-        replica.empty_since = None  # the server knows better than the load
+        replica.empty_since = None  # the server also counts requests that the load balancer no longer shows
         replica.retry_at = now + RETRY_S
         return [Command("rejoin", name)] if self._end is None else []  # after the end the weight sync does it
 

@@ -67,7 +67,7 @@ class EngineStats:
     num_decode_tokens: int = 0  # sampled tokens, without the first one after a prefill
     num_drafts: int = 0  # drafts verified: one per request and step that verified
     num_draft_tokens_per_pos: tuple[int, ...] = ()
-    """[i]: drafts of at least i+1 tokens; K varies, so a rate per position needs it beside the next one."""
+    """[i]: drafts of steps with K of at least i+1; K varies, so a rate per position needs it beside the next one."""
     num_accepted_tokens_per_pos: tuple[int, ...] = ()  # [i]: drafts whose first i+1 tokens were all accepted
     steps_by_draft_length: Mapping[int, int] = field(default_factory=dict)
     """Engine steps by the K they verified; -1: the drafter did not run."""

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from verl_tlt.errors import DrafterError
 from verl_tlt.messages import from_plain
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.server.engine_calls import answered, ask_scheduler
@@ -294,9 +295,11 @@ class _Measurement:
         return emptied
 
     async def _set_drafting(self, enabled: bool) -> None:
-        """Switch the drafter's own pass on or off."""
+        """Switch the drafter's own pass on or off; a `DrafterError` where it can run no more."""
         asked = self._engine.collective_rpc(method="tlt_set_drafting", args=(enabled,))
-        await answered(self._engine, "switch its drafter", asked)
+        for failure in await answered(self._engine, "switch its drafter", asked):
+            if failure is not None:
+                raise DrafterError(failure)
         # The drafter's cache has holes where it did not run; start both ways from nothing.
         await answered(self._engine, "clear its cache", self._engine.reset_prefix_cache())
 

@@ -323,7 +323,7 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         `acceptance` is what `StepControl.control` takes.
 
         The scheduler asks for drafts only after every rank has been told to run the pass, and no longer before one is
-        told to leave it out. So where a call fails, the engine drafts nothing.
+        told to leave it out. So where a call fails, or a rank can run the pass no more, the engine drafts nothing.
         """
         told = {
             "drafting": drafting,
@@ -334,15 +334,19 @@ class TLTvLLMHttpServer(vLLMHttpServer):
             if not drafting:
                 await ask_scheduler(self.engine, "control", **told)
             asked = self.engine.collective_rpc(method="tlt_set_drafting", args=(drafting,))
-            await answered(self.engine, "switch its drafter", asked)
+            for failure in await answered(self.engine, "switch its drafter", asked):
+                if failure is not None:
+                    raise DrafterError(failure)
             if drafting:
                 await ask_scheduler(self.engine, "control", **told)
         except EngineGone:
             raise
         except Exception as error:
             logger.error("replica %d: the engine did not take the drafting switch: %s", self.replica_rank, error)
-            failure = f"{type(error).__name__}: {error}"
+            failure = str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
             self._tlt_served = replace(self._tlt_served, ok=False, error=failure)
+            if drafting:
+                await self._tlt_set_drafting(False)
 
     async def tlt_disable_drafting(self, disabled: bool, at_once: bool = False) -> None:
         """Decode without drafts, or with them, from the next weight sync on (`at_once`: now; the engine is idle)."""
@@ -378,13 +382,14 @@ class TLTvLLMHttpServer(vLLMHttpServer):
         vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
         lora = await self._tlt_lora()
         if known is not None:
-            await draft_once(self.engine, lengths[-1], vocab_size, lora)
             costs = known
+            await ask_scheduler(self.engine, "control", points=costs.to_list())
+            await draft_once(self.engine, lengths[-1], vocab_size, lora)
         else:
             loads = loads_of(self.engine, lengths[-1])
             sampling = sampling_of(self.config)
             costs = await calibrate(self.engine, lengths, loads, vocab_size, sampling=sampling, lora=lora)
-        await ask_scheduler(self.engine, "control", points=costs.to_list())
+            await ask_scheduler(self.engine, "control", points=costs.to_list())
         await ask_scheduler(self.engine, "stats", reset=True)
         return costs
 

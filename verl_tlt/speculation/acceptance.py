@@ -9,7 +9,7 @@ FIRST_GUESS = 0.5
 DECAY = 0.95
 """Conditional acceptance of a position relative to the one before it while nothing is known (EAGLE heads: 0.8 to 1)."""
 PRIOR_DRAFTS = 24.0
-"""Drafts that a new drafter's held-out acceptance counts as."""
+"""Weight of a new drafter's held-out acceptance, in drafts."""
 WINDOW_DRAFTS = 400.0
 """Drafts after which evidence counts 1/e: their mean is known to 0.02, and a tail of 4 responses takes 100 steps."""
 WINDOW_STEPS = 8.0

@@ -1,9 +1,9 @@
 """Which draft lengths have CUDA graphs, and which of vLLM's model runners drafts them, by vLLM release.
 
-A draft length without a captured graph looks more expensive than it is. vLLM's V1 model runner captures FULL graphs for
-batches in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs (attention outside) by token count for
-everything else, rounded up to multiples of 1 + K_max; beyond the largest a step runs eagerly. V2 captures FULL graphs
-for all lengths of `draft_length_table`.
+A step without a captured graph is slower, so engines with graphs use only draft lengths that have one. vLLM's V1 model
+runner captures FULL graphs for batches in which every request has exactly 1 + K_max tokens, and PIECEWISE graphs
+(attention outside) by token count for everything else, rounded up to multiples of 1 + K_max; beyond the largest a step
+runs eagerly. V2 captures FULL graphs for all lengths of `draft_length_table`.
 """
 
 from __future__ import annotations

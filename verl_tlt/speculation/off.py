@@ -13,7 +13,7 @@ from verl_tlt.speculation.costs import LatencyTable
 from verl_tlt.speculation.types import OFF
 
 CLEARLY = 0.03
-"""Share of the decoding time that must be saved or lost to count; less may be noise of the calibration."""
+"""Share of the decoding time that drafts must save before drafting is switched on; less may be noise."""
 BETTER = 1.05
 """A new drafter is tried at once if its held-out accept length is this many times that of the one that did not pay."""
 IN_A_ROW = 3
@@ -78,7 +78,7 @@ class OffDecision:
     """
 
     def __init__(self, replicas: Sequence[str], policy: str, source: str = "eagle") -> None:
-        self.never = "tlt.speculation.policy=off" if policy == "off" else ""
+        self.never = ""
         """Why the drafter runs in no rollout of this run; empty: it may."""
         self.cause = ""
         """Why drafting is switched off after rollouts that it made slower; empty: it is not."""

@@ -8,10 +8,11 @@ import os
 import queue
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_tlt.messages.rollout import EngineStats
 from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.limits import Limits
 from verl_tlt.speculation.step_statistics import StepSums
 from verl_tlt.speculation.types import OFF, Policy, Step
 
@@ -27,38 +28,6 @@ OLDER = ".old"
 """What is added to the name of the older file."""
 FLUSHED_S = 2.0
 """Most seconds that the end of an engine waits for the disk."""
-
-
-class Limits(NamedTuple):
-    """What bounds the draft length of an engine, whatever is wanted."""
-
-    lengths: tuple[int, ...]  # draft lengths, ascending from 0
-    token_limit: int = 0  # tokens of the largest step with a CUDA graph; 0: there are no graphs
-    rows: int = 0  # most tokens that a step of a larger batch may verify; 0: no limit
-
-    def fitting(self, wanted: int, batch: int) -> int:
-        """`wanted`, or the longest K below it whose step is small enough.
-
-        A step is small enough if it has a CUDA graph. Where the batch is too large for any graph, it is small enough
-        if it verifies at most `rows` tokens.
-        """
-        wanted = max(0, min(wanted, self.lengths[-1]))
-        tokens = self.token_limit if batch <= self.token_limit else self.rows
-        if tokens == 0:
-            return wanted
-        longest = tokens // max(batch, 1) - 1  # each request's step has 1 + K tokens
-        if wanted <= longest:
-            return wanted
-        return max((k for k in self.lengths if k <= longest), default=0)
-
-
-def context_limit(positions: int, longest_draft: int, behind: int) -> int:
-    """Tokens of context above which a draft may not fit into a drafter with so many positions.
-
-    The contexts that are known are those at the start of the step that was `behind` steps before. Since then each step
-    may have accepted a whole draft; the coming step verifies one, and another is made after it.
-    """
-    return positions - (behind + 2) * (longest_draft + 1)
 
 
 class StepTrace:
@@ -94,7 +63,7 @@ class StepTrace:
                 self._unwritten.put_nowait(lines)
         except queue.Full:
             if not self._full:
-                logger.warning("The disk is too slow for the engine trace %s, which lacks steps now.", self.path)
+                logger.warning("The disk is too slow: some engine steps are missing in the trace %s.", self.path)
             self._full = True
         with self._unwritten.all_tasks_done:
             self._unwritten.all_tasks_done.wait_for(lambda: not self._unwritten.unfinished_tasks, wait_s)
@@ -147,7 +116,9 @@ class StepControl:
     def fail(self, error: Exception) -> None:
         """Note the exception after which this engine drafts nothing any more."""
         self.failure = f"{type(error).__name__}: {error}"
-        logger.error("verl-tlt failed in this engine, which decodes with K=0 from here on.", exc_info=error)
+        logger.error(
+            "verl-tlt failed in this engine. It decodes without drafts for the rest of the run.", exc_info=error
+        )
 
     def flush(self, wait_s: float = 0.0) -> None:
         if self.trace is not None:
@@ -171,9 +142,8 @@ class StepControl:
             raise ValueError(f"control does not know {', '.join(sorted(unknown))}.")
         if "force_k" in settings:
             k = settings["force_k"]
-            longest = self.limits.lengths[-1]
-            if k is not None and (not isinstance(k, int) or not 0 <= k <= longest):
-                raise ValueError(f"force_k must be 0..{longest} or null, not {k!r}.")
+            if k is not None and k not in self.limits.lengths:
+                raise ValueError(f"force_k must be null or one of {list(self.limits.lengths)}, not {k!r}.")
             self.force_k = k
         if "drafting" in settings:
             self.drafting = bool(settings["drafting"])

@@ -1,4 +1,4 @@
-"""What the engine tells the controller, and what it asks of it: numbers only, no vLLM, no clock."""
+"""The record of an engine step, and the interface of policies that choose K."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step:
     num_accepted_tokens_per_pos: Sequence[int] = ()
     """[i]: how many of those drafts had their first i+1 tokens accepted; length `verified`."""
     num_decode_tokens: int = 0  # tokens the step produced over all decode-phase requests
-    latency_s: float = 0.0  # seconds since the step before finished
+    latency_s: float = 0.0  # seconds since the step before finished; after a pause, since its own start
     clean: bool = False
     """False for steps whose time is no step cost: mixed with prefill, K just changed, after a pause, no drafts made."""
     num_draft_tokens: int = 0  # tokens in the drafts that were verified
@@ -42,7 +42,7 @@ class Step:
 
 
 class ControlError(TLTError, ValueError):
-    """A policy name, a draft length, a threshold or a table is wrong; the message is one sentence that names it."""
+    """A policy's name, a draft length or a table is wrong; the message is one sentence that names it."""
 
 
 class Policy(ABC):

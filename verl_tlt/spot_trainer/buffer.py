@@ -33,7 +33,8 @@ class Buffer:
     """
 
     def __init__(self, *, max_bytes: int, held_out: float) -> None:
-        self._max_bytes, self._held_out = max_bytes, held_out
+        self._max_bytes = max_bytes
+        self._held_out = held_out
         self._items: list[_Item] = []  # oldest first
         self._first_prompt: int | None = None  # it is always trained on: there may be no other
         self._nbytes = 0
@@ -70,25 +71,26 @@ class Buffer:
         if not item.held_out:
             self.train_tokens -= len(item.sequence)
 
-    def held_out(self, max_tokens: int, fewest: int) -> list[TrainingSequence]:
-        """The gate's sequences, newest first: up to `max_tokens`, then one of each other prompt up to `fewest`."""
+    def held_out(self, most: int, fewest: int, draft: int) -> list[TrainingSequence]:
+        """The gate's sequences, newest first: up to `most` positions, then one of each other prompt up to `fewest`.
+
+        A position is a place where a draft of `draft` tokens can start.
+        """
         chosen: list[TrainingSequence] = []
         prompts: set[int] = set()
         total = 0
         for item in reversed(self._items):
-            if not item.held_out or len(item.sequence) < 2:  # of one token nothing can be judged
+            positions = item.sequence.positions(draft) if item.held_out else 0
+            if not positions:
                 continue
-            total += len(item.sequence)
-            if total <= max_tokens or (len(prompts) < fewest and item.prompt not in prompts):
+            total += positions
+            if total <= most or (len(prompts) < fewest and item.prompt not in prompts):
                 chosen.append(item.sequence)
                 prompts.add(item.prompt)
         return chosen
 
-    def ready(self, min_tokens: int) -> bool:
-        return self.train_tokens >= max(1, min_tokens)
-
     def begin_session(self, max_epochs: float) -> None:
-        """Begin a new pass; `exhausted` after `max_epochs` passes, so that a small buffer is not learned by heart."""
+        """Begin a new pass, of `max_epochs` at most, so that the drafter does not overfit a small buffer."""
         self.epochs = 0.0
         self._max_epochs = max_epochs
         self._queue = []

@@ -19,15 +19,15 @@ Which = Literal["candidate", "served", "initial"]
 WHICH: tuple[Which, ...] = get_args(Which)
 
 ERROR = 0.01
-"""Chance of a wrong decision at the border. A candidate is judged anew after every session, and one lucky verdict
-publishes: at the usual level of 5 % a run of fifty sessions would have several."""
+"""Chance of publishing a candidate that is worse by exactly `MARGIN`, and of giving up one that is worse by exactly
+`WORSE`. Every session tests anew, so the usual 5 % would let several through in fifty sessions."""
 MARGIN = 0.0025
 """Share of the accept length by which a published candidate may be worse: below what a rollout could show."""
 WORSE = 0.01
 """Share by which a candidate must surely be worse to be given up; otherwise it trains on and may become better."""
 NOTHING_TO_LOSE = 1.1
-"""Accept length below which drafting costs more than it gains nearly anywhere: a candidate that nobody could judge may
-replace such a drafter."""
+"""Accept length below which drafting costs more than it gains nearly anywhere. A candidate replaces such a drafter
+without a test if there is too little held-out text."""
 MIN_POSITIONS = 512
 """Fewest held-out positions to judge by."""
 MIN_PROMPTS = 7
@@ -64,6 +64,11 @@ class HeldOutScores:
         return tuple(min(1.0, after / before) if before > 0 else 0.0 for before, after in itertools.pairwise(counts))
 
 
+def too_little(positions: int, prompts: int) -> bool:
+    """Whether so many held-out positions of so many prompts cannot decide."""
+    return positions < MIN_POSITIONS or prompts < MIN_PROMPTS
+
+
 def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
     """Judge the candidate; the same scores and `seed` of the resampling give the same verdict.
 
@@ -91,7 +96,7 @@ def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
 
     if not np.isfinite(scores.candidate).all():
         return verdict("reverted", best, "the candidate's scores are not finite")
-    if positions < MIN_POSITIONS or prompts < MIN_PROMPTS:
+    if too_little(positions, prompts):
         if positions and max(tau["served"], tau["initial"]) < NOTHING_TO_LOSE:
             return verdict("published", "candidate", f"not judged: the {best} drafter is hardly ever accepted")
         return verdict("kept", "served", "too little to judge by")

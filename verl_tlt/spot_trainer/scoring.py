@@ -13,7 +13,6 @@ import torch
 
 from verl_tlt.drafter import DrafterTrainer, SequenceScore, TrainingSequence, acceptance
 from verl_tlt.drafter.data import grouped
-from verl_tlt.drafter.tensor_file import not_finite
 from verl_tlt.spot_trainer.gate import HeldOutScores, Which, combined
 
 Parameters = Mapping[str, torch.Tensor]
@@ -85,12 +84,10 @@ class Scoring:
                     )  # fmt: skip
             counts[which] = np.array([[s.drafts, *s.accepted] for s in scores], dtype=np.float64)
             positions = np.array([s.positions for s in scores], dtype=np.int64)
-        if not_finite(self.versions["candidate"]) is not None:
-            counts["candidate"] = np.full_like(counts["candidate"], np.nan)  # a greedy draft is one whatever the logits
-        prompts = np.array([_prompt(sequence) for sequence in group], dtype=np.uint64)
+        prompts = np.array([prompt_of(sequence) for sequence in group], dtype=np.uint64)
         return HeldOutScores(prompts, positions, counts["candidate"], counts["served"], counts["initial"])
 
 
-def _prompt(sequence: TrainingSequence) -> int:
+def prompt_of(sequence: TrainingSequence) -> int:
     """Number of a sequence's prompt; one of its own where that is unknown."""
     return id(sequence) if sequence.prompt is None else sequence.prompt

@@ -39,6 +39,7 @@ from verl_tlt.drafter import (
     train_until,
 )
 from verl_tlt.drafter.memory import NoRoomError, TrainingDevice
+from verl_tlt.drafter.tensor_file import not_finite
 from verl_tlt.errors import DrafterError
 from verl_tlt.files.disk import free_bytes
 from verl_tlt.messages.rollout import DrafterFile
@@ -51,20 +52,22 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_trainer.buffer import Buffer
-from verl_tlt.spot_trainer.gate import decide
-from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring
+from verl_tlt.spot_trainer.gate import NOTHING_TO_LOSE, decide, too_little
+from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring, prompt_of
 
 logger = logging.getLogger(__name__)
 
 INITIAL = "initial"
 """Key of the initial parameters in a checkpoint's training state; absent where they are the served ones."""
-HELD_OUT_TOKENS = 32_768
-"""Most held-out tokens that one verdict is based on: twice what telling a difference of 1 % takes."""
+HELD_OUT_POSITIONS = 32_768
+"""Most held-out positions to score for a verdict. Telling a difference of 1 % takes about a third as many."""
 HELD_OUT_PROMPTS = 8
 """Fewest prompts to score, however long their sequences: the gate judges by no fewer than `gate.MIN_PROMPTS`."""
 TRAINED_PER_SCORED = 4
-"""Tokens that a candidate was trained on for each held-out token that judges it. Scoring a token for three drafters
-takes about as long as training on it, so a fifth of the idle time goes into scores."""
+"""Positions that a candidate was trained on for each held-out position that judges it. Scoring a position for three
+drafters with drafts of `USUAL_DRAFT` tokens takes about as long as training on it, so a fifth of the idle time goes
+into scores."""
+USUAL_DRAFT = 3
 
 
 class SpotTrainer:
@@ -101,7 +104,7 @@ class SpotTrainer:
         self._approved: Parameters | None = None  # what `export` publishes
         self._acceptance: tuple[float, ...] = ()  # held-out acceptance of `_approved`; empty: unknown
         self._exported: DrafterFile | None = None  # the last one, without its weights
-        self._trained_tokens = 0  # since the candidate before this one was judged
+        self._trained_positions = 0  # since the candidate before this one was judged
         self._sessions = 0
         self.whole_head: torch.Tensor | None = None
         """The policy's head: a pruned draft vocabulary has some of its rows, and is judged by all of them."""
@@ -162,12 +165,12 @@ class SpotTrainer:
     def train(self, device: int, should_stop: Callable[[], bool]) -> SessionResult:
         """One session on the GPU of this number: score the candidate if it was not, then train until told to stop.
 
+        It begins after `add`, when the RL trainer says that there are enough tokens (`SpotTrainerHandle.ready`).
         `should_stop` is asked before each micro-batch and each scored portion. It also ends when the epochs over the
         buffer are used up. It fails, and nothing is lost, where the device has too little free memory.
         """
+        assert self._verifier_known, "a session begins after `add`"
         start = time.perf_counter()
-        if not self._verifier_known or not self.buffer.ready(self.plan.min_tokens):
-            return SessionResult("exhausted")
         self._sessions += 1
         self.buffer.begin_session(self.plan.max_epochs)
         try:
@@ -175,12 +178,13 @@ class SpotTrainer:
                 scored_rows = max(PORTION, self.plan.window)  # a scored sequence stays whole
                 rows = self.place.rows(self.trainer, self.plan.batch_tokens, scored_rows)
                 with self.place.resident(self.trainer, rows, scored_rows):
-                    verdict = None if self._judged else self._judge(rows, should_stop)
+                    settled = self._judged or self._approved is not None  # the next one is compared with this one
+                    verdict = None if settled else self._judge(rows, should_stop)
                     done = train_until(self.trainer, self._batches(rows), should_stop)
         except NoRoomError as error:
             return SessionResult("failed", error=str(error))
         if done.steps > 0:
-            self._trained_tokens += done.tokens
+            self._trained_positions += done.tokens
             if self._scoring is None:  # a candidate that is scored in part stays the candidate
                 self._judged = False
                 self._candidate = None  # copied from what was trained when it is first needed
@@ -207,12 +211,18 @@ class SpotTrainer:
     def _judge(self, rows: int, should_stop: Callable[[], bool]) -> Verdict | None:
         """Score the candidate, which is on the device, and carry out the gate's verdict; None: a stop came first."""
         if self._scoring is None:
-            most = min(HELD_OUT_TOKENS, self._trained_tokens // TRAINED_PER_SCORED)
-            sequences = self.buffer.held_out(most, HELD_OUT_PROMPTS)
+            if not_finite(self.trainer.averages()) is not None:  # drafts of such a drafter may still be counted
+                return self._give_up("the candidate's weights are not finite")
+            sequences = self._evidence()
             if not sequences:
                 if self.plan.drafter.untrained and self.version == 0:
                     return self._publish_unjudged("not judged: the served drafter is a random head")
                 return Verdict(reason="no held-out sequences yet")
+            positions = sum(sequence.positions(self.plan.max_draft) for sequence in sequences)
+            prompts = len({prompt_of(sequence) for sequence in sequences})
+            if too_little(positions, prompts) and self._served_accept_length() >= NOTHING_TO_LOSE:
+                evidence = f"{positions} positions of {prompts} held-out prompts"
+                return Verdict(reason=f"too little to judge by ({evidence})")
             versions = {"candidate": self.candidate, "served": self.served, "initial": self.initial}
             self._scoring = Scoring(versions, self.plan.sampling, self.plan.max_draft, sequences)  # type: ignore[arg-type]
         head = self.whole_head
@@ -222,8 +232,7 @@ class SpotTrainer:
         if scores is None:
             return None
         self._scoring = None
-        self._judged = True
-        self._trained_tokens = 0
+        self._note_judged()
         verdict = decide(scores, seed=self.version + 1)
         if verdict.decision == "reverted":
             self._return_to(self.initial if verdict.publishes else self.served)
@@ -232,9 +241,30 @@ class SpotTrainer:
             self._acceptance = verdict.acceptance
         return verdict
 
+    def _evidence(self) -> list[TrainingSequence]:
+        """The held-out sequences that the candidate is to be judged by."""
+        scored = self._trained_positions / TRAINED_PER_SCORED * USUAL_DRAFT / max(USUAL_DRAFT, self.plan.max_draft)
+        return self.buffer.held_out(min(HELD_OUT_POSITIONS, int(scored)), HELD_OUT_PROMPTS, self.plan.max_draft)
+
+    def _served_accept_length(self) -> float:
+        """The served drafter's held-out accept length when it was published; 1 if it is not known."""
+        served = self._exported or self.plan.drafter
+        return 1.0 + float(np.cumprod(served.acceptance).sum())
+
+    def _note_judged(self) -> None:
+        self._judged = True
+        self._trained_positions = 0
+
+    def _give_up(self, reason: str) -> Verdict:
+        """Return to the served drafter, with a fresh optimizer."""
+        self._note_judged()
+        self._return_to(self.served)
+        self.trainer.start_over()  # its moments may be what broke the candidate
+        return Verdict(decision="reverted", reason=reason)
+
     def _publish_unjudged(self, reason: str) -> Verdict:
         """Approve the candidate without scores."""
-        self._judged = True
+        self._note_judged()
         self._approved = self.candidate
         self._acceptance = ()
         return Verdict(decision="published", reason=reason, publishes=True)
@@ -259,8 +289,7 @@ class SpotTrainer:
                 config, weights = to_drafter_file(self.model, self.plan.dtype)
         except DrafterError as error:
             logger.error("%s", error)
-            self._return_to(self.served)
-            self.trainer.start_over()  # its moments may be what broke it
+            self._give_up(str(error))
             return None
         self.served = approved
         self.version += 1
@@ -307,7 +336,7 @@ class SpotTrainer:
             self.initial = {name: value.float() for name, value in state[INITIAL].items()}
         self._candidate = None
         self._judged = all(torch.equal(value, self.served[name]) for name, value in self.candidate.items())
-        self._trained_tokens = HELD_OUT_TOKENS * TRAINED_PER_SCORED  # unknown; a full verdict
+        self._trained_positions = HELD_OUT_POSITIONS * TRAINED_PER_SCORED  # unknown; a full verdict
         logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
 
     def _go_on_from(self, published: DrafterFile) -> None:

@@ -1,6 +1,6 @@
-"""The spot trainer as a Ray actor: it takes no part in decisions, and carries `SpotTrainer` into a process of its own.
+"""Runs `SpotTrainer` in a Ray actor.
 
-All work runs in one thread, in the order of the calls; only `stop` is heard at once. Methods raise what fails, and the
+All work runs in one thread, in the order of the calls; `stop` takes effect at once. Methods raise what fails, and the
 RL trainer then replaces this process.
 """
 
@@ -59,7 +59,8 @@ class SpotTrainerWorker:
         # kernels takes seconds, and a process that replaces this one need not do it again.
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         torch.set_num_threads(1)  # on a CPU the engines that still decode have the other cores
-        self._stopping = threading.Event()
+        self._stopped = 0  # number of the last session that was told to stop
+        self._incomplete_logged = False
         on_cpu = plan.device == "cpu" and hasattr(os, "SCHED_IDLE")
         self._thread = ThreadPoolExecutor(1, "tlt-spot", initializer=_yield_to_engines if on_cpu else None)
         self.trainer = SpotTrainer(plan, published, draft_ids)
@@ -90,32 +91,31 @@ class SpotTrainerWorker:
             whole, incomplete = await self._run(whole_sequences, shards)
             sequences += whole
             missing += incomplete
-        if missing:
-            total = missing + len(sequences)
-            logger.warning("%d of %d sequences were left out: a rank's part is missing", missing, total)
+        if missing and not self._incomplete_logged:
+            self._incomplete_logged = True
+            logger.warning("%d sequences lack a rank's part and were left out; more are only counted.", missing)
         stats = await self._run(self.trainer.add, step, sequences, verifier_weights, draft_ids)
         return replace(stats, incomplete=missing)
 
-    def _train(self, device: int) -> SessionResult:
+    def _train(self, device: int, should_stop: Callable[[], bool]) -> SessionResult:
         devices = self._devices
         on_device = contextlib.nullcontext()
         # Without verl's CPU platform, as in tests, there is no such device.
         if devices and devices.is_available():
             on_device = devices.device(device)
         with on_device:
-            return self.trainer.train(device, self._stopping.is_set)
+            return self.trainer.train(device, should_stop)
 
-    async def train(self, device: int) -> SessionResult:
-        """A session, until `stop`; not started before earlier calls are done."""
-        self._stopping.clear()
+    async def train(self, session: int, device: int) -> SessionResult:
+        """Train until `stop` is called for this `session`, a number above those before it."""
         try:
-            return await self._run(self._train, device)
+            return await self._run(self._train, device, lambda: self._stopped >= session)
         finally:
             self._thread.submit(_release_freed)  # is not waited for
 
-    async def stop(self) -> None:
-        """Ask a running session to end after its micro-batch; returns at once."""
-        self._stopping.set()
+    async def stop(self, session: int) -> None:
+        """Ask a session to end after its micro-batch; returns at once. The call may arrive before `train`."""
+        self._stopped = max(self._stopped, session)
 
     async def export(self) -> tuple[DrafterFile | None, DrafterFile | None]:
         """The drafter to publish, without its weights and with them; None twice where it was given up.

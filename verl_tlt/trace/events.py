@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSample:
-    """Requests in flight by replica from `t` on, written once a second and when a replica becomes idle.
+    """Requests in flight by replica from `t` on, written once a second and when a replica becomes idle or busy.
 
     With more than 16 replicas it is written more rarely.
     """

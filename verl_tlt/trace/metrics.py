@@ -34,7 +34,7 @@ class StepObservations:
     served_version: int | None = None
     """The oldest version that an engine serves."""
     spot_failures: int | None = None
-    """Times that the spot trainer failed and was replaced."""
+    """Times that the spot trainer failed in this step."""
     spot_off: bool | None = None
     """Whether the drafter is not trained any more; None: the settings turn training off."""
     buffer: BufferStats | None = None
@@ -42,7 +42,7 @@ class StepObservations:
     saved_s: float | None = None
     """Estimated seconds by which the rollout ended earlier than without drafts (`speculation.off`)."""
     speculation_disabled: bool | None = None
-    """Whether it is, for the run or from outside; None: the engines told nothing."""
+    """Whether drafting is switched off because it made rollouts slower; None: no statistics."""
     errors: Mapping[str, int] | None = None
     """Failures of TLT since the run began that did not end it, by what failed."""
 

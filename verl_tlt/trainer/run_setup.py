@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import ray
 from omegaconf import OmegaConf
 
-from verl_tlt.config import BATCH_TOKENS, BUFFER_MB, HELD_OUT, TLTConfig, dtype_name
-from verl_tlt.drafter.policy import LONGEST_DRAFT, MTP, DrafterError, Fields, draft_vocab_size
-from verl_tlt.errors import TLTError
+from verl_tlt import LONGEST_DRAFT
+from verl_tlt.config import TLTConfig, dtype_name
+from verl_tlt.drafter.policy import MTP, Fields, draft_vocab_size
+from verl_tlt.errors import DrafterError, TLTError
 from verl_tlt.idle.planner import MODE_RULES, ModeRule
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.messages.training import DrafterProvenance, SpotPlan
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from speculators.models.eagle3 import Eagle3DraftModel
 
+BATCH_TOKENS = 1024
+"""Smallest default micro-batch, in tokens."""
 MOST_BATCH_TOKENS = 4096
 """Largest default micro-batch, in tokens: a longer one would delay stops and gain nothing."""
 LOGIT_BYTES = 20
@@ -41,13 +44,15 @@ OBJECTIVE = "hass"
 MEMORY_SHARE = 0.15
 """Part of a node's memory that spot training takes together: drafter and optimizer, the buffer, and the copies of a
 step's hidden states that are on their way to it."""
-LEAST_BUFFER = BUFFER_MB << 20
+LEAST_BUFFER = 2 << 30
 """Smallest default buffer, in bytes; with less a node's memory is too small for spot training anyway."""
 COLD_START_S = 30.0
 """Default of `tlt.spot.cold_start_s` on an accelerator: three passes over two steps' tokens take an H100 10 s for the
 head of an 8B policy, and 30 s for that of a 70B one, less than one RL step of a run that lasts hundreds."""
 HELD_OUT_PER_STEP = 6
 """Prompts to hold out of each step, so that two steps have more than the seven that the gate needs to judge."""
+HELD_OUT = 0.1
+"""Smallest default share of prompts to hold out."""
 MOST_HELD_OUT = 0.25
 """Largest default share of prompts to hold out: what is held out is not trained on."""
 

@@ -123,9 +123,11 @@ class SpotTrainerHandle:
         self._failures_in_a_row = 0
         self._no_room_logged = False
         self._draft_ids: ObjectRef | None = None
+        self._verifier_weights: ObjectRef | None = None  # that the spot trainer has not got yet
         self._groups: list[list[int]] = []
         self._pid: int | None = None
         self._add: ObjectRef | None = None
+        self._sessions = 0
         self._session: ObjectRef | None = None
         self._export: tuple[ObjectRef, ObjectRef] | None = None  # facts and drafter
 
@@ -217,6 +219,10 @@ class SpotTrainerHandle:
         """Send what the actor's ranks captured; does not wait for the copies."""
         if self.off:
             return
+        # They come once after a weight sync, so they wait here for a spot trainer that cannot take them yet.
+        self._verifier_weights = next(
+            (c.verifier_weights for c in captured if c.verifier_weights is not None), self._verifier_weights
+        )
         self._collect_add()
         if self._add is not None:
             logger.info("the spot trainer still takes the last step's hidden states, and does not get this step's")
@@ -225,8 +231,8 @@ class SpotTrainerHandle:
             logger.info("the spot trainer is still starting, and gets the next step's hidden states")
             return
         groups = [[captured[rank].shards for rank in group] for group in self._groups]
-        weights = next((c.verifier_weights for c in captured if c.verifier_weights is not None), None)
-        self._add = self._actor.add.remote(step, groups, weights, self._draft_ids)
+        self._add = self._actor.add.remote(step, groups, self._verifier_weights, self._draft_ids)
+        self._verifier_weights = None
         self._add_by = Deadline(CALL_S, self._clock)
 
     def ready(self) -> bool:
@@ -259,7 +265,8 @@ class SpotTrainerHandle:
 
     def train(self, replica: str) -> None:
         """Begin a session on the first device of a colocated replica, or on the first one of all."""
-        self._session = self._actor.train.remote(self.place.replicas.get(replica, 0))
+        self._sessions += 1
+        self._session = self._actor.train.remote(self._sessions, self.place.replicas.get(replica, 0))
 
     def ended(self, timeout_s: float = 0.0) -> SessionResult | None:
         """The session's result if it ends within so many seconds; None: it runs on."""
@@ -281,7 +288,7 @@ class SpotTrainerHandle:
 
     def stop(self, within_s: float) -> SessionResult:
         """End the session, within `within_s` seconds; a spot trainer that does not end it in time is replaced."""
-        self._actor.stop.remote()
+        self._actor.stop.remote(self._sessions)
         result = self.ended(within_s)
         if result is None:
             self.failed("session", f"it did not stop within {within_s:g} s")
@@ -376,6 +383,7 @@ class SpotTrainerHandle:
         if self._failures_in_a_row >= STRIKES and not self.off:
             self.off = f"the spot trainer failed {STRIKES} times in a row, the last time in {during}: {error}"
             logger.error("the drafter is not trained in this run any more: %s", self.off)
+            self._verifier_weights = None  # gigabytes in the object store
 
     def _await_memory(self, pid: int) -> None:
         """Wait until a process that was killed is gone, and with it its memory on the GPUs; bounded."""

@@ -106,4 +106,5 @@ def installed(name: str) -> str | None:
 def require(*names: str) -> None:
     """Raise a `TLTError` that says which of these packages a command lacks."""
     if missing := [name for name in names if installed(name) is None]:
-        raise TLTError(f"This command needs {' and '.join(missing)}, not installed here.")
+        it = "it" if len(missing) == 1 else "them"
+        raise TLTError(f"Install {' and '.join(missing)}: this command needs {it}.")

@@ -57,8 +57,8 @@ def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
 class ContainedPass:
     """A drafter's pass (V1's `propose`) whose first exception ends drafting in this worker, not the engine.
 
-    No pass runs after it, and loading a drafter fails with what it was, so the rollout server has the engine draft
-    nothing from the next weight sync on. Until then `certain_drafts` are verified.
+    No pass runs after it. Loading a drafter, and switching drafting on, fail with what it was, so the rollout server
+    has the engine draft nothing from the next weight sync on. Until then `certain_drafts` are verified.
     """
 
     def __init__(self, proposer: SpecDecodeBaseProposer) -> None:

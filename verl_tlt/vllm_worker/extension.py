@@ -134,9 +134,8 @@ class LiveDrafter:
             if name in self._own_buffers:
                 live[name].copy_(kept)  # in place: captured graphs still see them
             elif not _same_bits(live[name], kept):
-                raise DrafterError(
-                    f"{name}, which the drafter shares with the policy, is not what it was at the start."
-                )
+                changed = f"The policy's buffer {name}, which the drafter shares, changed while the engine slept"
+                raise DrafterError(f"{changed}, so the policy itself may be wrong. Run verl-tlt doctor --gpu.")
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters that are not the policy's, the head without the rows that vLLM pads it with."""
@@ -195,7 +194,8 @@ class LiveDrafter:
         """Raise a `DrafterError` unless `d2t`, [DV], has as many tokens as are served, all of them the policy's."""
         offsets = dict(self.model.named_parameters()).get(OFFSETS)
         if offsets is None or len(offsets) != len(d2t):
-            raise DrafterError(f"{file} drafts {len(d2t)} tokens, and the served drafter does not.")
+            served = "all tokens of the policy" if offsets is None else f"{len(offsets)} tokens"
+            raise DrafterError(f"{file} can draft {len(d2t)} tokens, and the served drafter {served}.")
         tokens = torch.arange(len(d2t)) + d2t  # [DV]
         if tokens.min() < 0 or tokens.max() >= self.model.config.vocab_size:
             raise DrafterError(f"{file}: d2t names a token outside the policy's vocabulary.")
@@ -337,13 +337,21 @@ class TLTWorkerExtension(vLLMColocateWorkerExtension):
         """
         assert self.tlt_drafter is not None
         try:
-            if self.tlt_pass is not None and self.tlt_pass.failure:
-                raise DrafterError(f"No drafter is loaded any more: {self.tlt_pass.failure}")
+            if failure := self._tlt_failure():
+                raise DrafterError(failure)
             self.tlt_drafter.load(Path(path) if path else None)
         except Exception as error:
             logger.error("The drafter %s was not loaded.", path or "of this node", exc_info=error)
             return str(error) if isinstance(error, DrafterError) else f"{type(error).__name__}: {error}"
         return None
 
-    def tlt_set_drafting(self, enabled: bool) -> None:
+    def tlt_set_drafting(self, enabled: bool) -> str | None:
+        """Run the drafter's pass, or skip it; returns why it cannot run any more, None: it can."""
         drafter_pass.set_drafting(self.model_runner, enabled)
+        return self._tlt_failure() if enabled else None
+
+    def _tlt_failure(self) -> str | None:
+        """Why this engine does not draft for the rest of the run; None: it does."""
+        if self.tlt_pass is None or not self.tlt_pass.failure:
+            return None
+        return f"This engine does not draft for the rest of the run, because {self.tlt_pass.failure}."

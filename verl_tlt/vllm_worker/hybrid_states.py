@@ -43,9 +43,10 @@ def keep_states_right(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     if mode != "none":
         raise TLTError(f"A hybrid policy is drafted for without prefix caching only, not in the cache mode {mode}.")
     if getattr(cache, "use_replayssm", False):
-        raise TLTError("A hybrid policy is drafted for without use_replayssm only.")
+        raise TLTError("use_replayssm=True does not go with drafts for a hybrid policy: leave it out.")
     if "num_decode_draft_tokens_cpu >= 0" not in inspect.getsource(Builder.build):
-        raise TLTError("A hybrid policy is not drafted for with this vLLM, which tells rows with drafts otherwise.")
+        unknown = "verl-tlt does not know how this vLLM marks rows with drafts of a hybrid policy"
+        raise TLTError(f"{unknown}: set tlt.speculation.enable=False.")
     count_rows_without_drafts(runner, Builder.build)
     remember_accepted(runner)
     tell_prompts_by_more_than_their_shape(runner)

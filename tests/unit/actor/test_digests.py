@@ -3,7 +3,7 @@
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl_tlt.actor.tap import images_of
+from verl_tlt.actor.hidden_states import images_of
 from verl_tlt.drafter.held_out import digest_of, mark_of
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_tlt.actor import tap
-from verl_tlt.actor.tap import VerifierCapture
+from verl_tlt.actor import verifier_weights
+from verl_tlt.actor.verifier_weights import VerifierCapture
 from verl_tlt.drafter import from_numpy16
 
 VOCABULARY, HIDDEN = 200, 16
@@ -134,7 +134,7 @@ def test_a_head_that_does_not_arrive_is_not_taken_to_be_the_embedding():
 
 
 def test_an_object_store_that_hangs_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(tap, "PUT_S", 0.05)
+    monkeypatch.setattr(verifier_weights, "PUT_S", 0.05)
     go_on = threading.Event()
     capture = VerifierCapture(torch.bfloat16, lambda _: go_on.wait(60))
     try:

@@ -131,6 +131,10 @@ def test_the_break_even_is_beside_the_measured_accept_length():
     assert long.break_even == pytest.approx(30 / 11, rel=0.01), "at the context that is asked for"
     assert "With this drafter at most 1.76x, at a batch of 1. Measure it" in verdict(shape(), [small, large])
     assert "Not worth it with this drafter" in verdict(shape(), [large])
+    said = verdict(shape(longest=1000.0), [small, large])
+    assert "With this drafter 1.00x at a batch of 64, the largest measured: the longest response is only 1.1" in said
+    assert said.endswith("until the end. Not worth it with this drafter.")
+    assert "1.76x at a batch of 1, the" in (said := verdict(shape(longest=1000.0), [small])) and "Measure it" in said
 
 
 def test_a_warm_up_is_repaid_by_what_steps_save():
@@ -150,6 +154,7 @@ def files(tmp_path):
 def test_the_command(files):
     code, said = cli("advise", files / "metrics.jsonl")
     assert code == 0 and "80.0 s of 100.0 s (80%)" in said and "3,600 tokens, 4.0 times the mean" in said
+    assert "In separate_async a step can gain more: " in said
     drafter = ("--drafter", files / "drafter", "--costs", files / "costs.json")
     code, said = cli("advise", files / "metrics.jsonl", *drafter)
     assert code == 1 and "has no measured acceptance" in said
@@ -171,4 +176,4 @@ def test_the_command(files):
 def test_a_single_step_is_said_to_be_a_first_one(files):
     (files / "metrics.jsonl").write_text(file_log(STEPS[:1]))
     code, said = cli("advise", files / "metrics.jsonl")
-    assert code == 0 and "1 step of stock verl, the first after a start, and slow" in said, said
+    assert code == 0 and "1 step of stock verl, but it is the first after a start, which is slow. Give a longer" in said

@@ -42,6 +42,8 @@ FLAG = ("+trainer.plugin=tlt", "actor_rollout_ref.rollout.name=vllm")
         (["+trainer.plugin=tlt"], 0, "OK: TLT can run here.\nNext: verl-tlt doctor --gpu, with the same recipe."),
         ([], 3, "OK, but TLT is off: this recipe trains with stock verl until"),
         (["+trainer.plugin=tlt2"], 1, "No: TLT is off: trainer.plugin=tlt2 names no trainer plugin"),
+        (["+trainer.plugin='${oc.env:NOWHERE}'"], 1, "No: trainer.plugin cannot be read from the configuration: "),
+        (["trainer.v1.trainer_mode='${oc.env:NOWHERE}'"], 1, "No: trainer.v1.trainer_mode cannot be read from"),
         (["+trainer.plugin=tlt", "tlt.spot.typo=1"], 1, "tlt.spot.typo"),
         (["+trainer.plugin=tlt", "+tensor_parallel_size=2"], 0, "verl does not read tensor_parallel_size. Did you"),
         (["+trainer.plugin=tlt", "+actor_rollout_ref.rollout.tensor_parallel_size=2"], 1, "tensor_parallel_size"),
@@ -240,14 +242,21 @@ def test_a_clone_where_the_run_starts_hides_the_installed_verl(overrides, tmp_pa
     assert "\nNo: verl 0.8.0" in output
 
 
-def test_a_package_that_verl_lacks_is_a_finding_beside_the_others(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'tensordict'", name="tensordict"), "tensordict is not installed here"),
+        (ImportError("no libcuda\n"), "verl, or a package that it needs, cannot be imported: no libcuda."),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_a_finding_beside_the_others(monkeypatch, error, said):
     def without(config):
-        raise ModuleNotFoundError("No module named 'tensordict'", name="tensordict")
+        raise error
 
     monkeypatch.setattr(command, "examine_gpus", without)
     findings = command.diagnose(Recipe(("+trainer.plugin=tlt",)))
     (refused,) = [f for f in findings if f.what == "packages"]
-    assert refused.level == "refuse" and refused.sentence.startswith("tensordict is not installed here")
+    assert refused.level == "refuse" and refused.sentence.startswith(said)
     assert len(findings) > 3
 
 

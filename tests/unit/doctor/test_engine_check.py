@@ -10,13 +10,14 @@ import pytest
 import torch
 from step_costs import step_costs
 
+from verl_tlt.checks.models import Finding
 from verl_tlt.checks.recipe import Recipe
 from verl_tlt.commands import child_engine
 from verl_tlt.commands.doctor import engine_check
 from verl_tlt.commands.doctor.command import write_report
 from verl_tlt.commands.doctor.engine_check import Answer, EngineJob, check, check_waking, judge_costs, run_job
 from verl_tlt.config import TLTConfigError
-from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 from verl_tlt.speculation.types import OFF
 
 COSTS = step_costs({OFF: [(1, 0.010), (4, 0.020)], 0: [(1, 0.012), (4, 0.022)], 3: [(1, 0.015), (4, 0.040)]})
@@ -52,6 +53,13 @@ def test_a_good_machine_and_its_report(tmp_path):
 def test_a_step_without_drafts_is_compared_with_stocks(costs, off, level, said):
     first, *_ = judge_costs(costs, STOCK, off)
     assert first.level == level and said in first.sentence
+
+
+def test_a_draft_length_is_judged_at_its_own_batches_and_at_one_context():
+    rows = [(1, 32, OFF, 0.01), (1, 1032, OFF, 0.02), (4, 532, OFF, 0.04), (4, 32, 3, 0.03)]
+    points = [LatencyPoint(batch, batch * context, k, seconds) for batch, context, k, seconds in rows]
+    found = judge_costs(LatencyTable(tuple(points)), STOCK, CLOSE)[-1]
+    assert found.what == "K=3 against off" and "by batch 4: 1.50x; pays" in found.sentence
 
 
 def test_a_long_measurement_has_its_time_and_a_policy_that_is_not_here_is_named(recipe, policy, monkeypatch):
@@ -101,6 +109,23 @@ def asked(engine, policy, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_check, "hardware_name", lambda: "H100")
     words = (f"actor_rollout_ref.model.path={policy}", "+trainer.plugin=tlt", "trainer.device=cpu")
     return lambda *more: check(EngineJob(Recipe((*words, *more))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "wakes"),
+    [
+        (["trainer.device=cuda"], True),
+        (["trainer.device=cpu"], False),
+        (["trainer.device=cuda", "trainer.v1.trainer_mode=separate_async"], False),
+        (["trainer.device=cuda", "tlt.spot.enable=false"], False),
+        (["trainer.device=cuda", "tlt.speculation.source=ngram"], False),
+    ],
+)
+async def test_an_engine_wakes_beside_a_context_where_a_spot_trainer_may_sit_beside_it(
+    asked, monkeypatch, words, wakes
+):
+    monkeypatch.setattr(engine_check, "check_waking", AsyncMock(return_value=Finding("ok", "waking", "it woke")))
+    assert ("waking" in {finding.what for finding in (await asked(*words)).findings}) == wakes
 
 
 @pytest.mark.parametrize(

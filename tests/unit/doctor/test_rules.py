@@ -74,10 +74,10 @@ def test_a_user_without_an_account_is_told_of_paths_that_need_one(findings, monk
          f"{ROLLOUT}.checkpoint_engine.backend", "set another, such as nccl"),
         ({f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.data_parallel_size",
          "use more replicas"),
-        ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 lets the rollout"),
+        ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "quantization=fp8 is not supported with"),
         ({f"{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8"}, f"{ROLLOUT}.engine_kwargs.vllm.quantization",
-         "quantization=fp8 lets the rollout"),
-        ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "a quantized policy"),
+         "quantization=fp8 is not supported with"),
+        ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable", "the engine has quantized ones"),
         ({"actor_rollout_ref.model.mtp": {"enable": True, "enable_rollout": True}},
          "actor_rollout_ref.model.mtp.enable_rollout", "set tlt.drafter.method=mtp, and TLT chooses K for it"),
     ],
@@ -132,7 +132,7 @@ def test_megatrons_vision_language_policies_are_not_captured(findings, recipe):
 
 def test_a_drafter_that_is_neither_given_nor_trained_is_a_warning(findings):
     found = findings({}, TLTConfig(spot=SpotConfig(enable=False)))
-    assert levels(found) == {"tlt.spot.enable": "warn"} and "random" in found["tlt.spot.enable"].sentence
+    assert levels(found) == {"tlt.spot.enable": "warn"} and "it is random" in found["tlt.spot.enable"].sentence
 
 
 PARTS = {
@@ -206,6 +206,17 @@ def test_what_does_not_go_with_drafts_is_known_before_ray_starts_and_goes_withou
     assert "use more replicas" in found[key].sentence and "=2 is not supported: in a pip" in found[stages].sentence
     assert "vllm.scheduler_cls is set by verl-tlt itself" in found[f"{ROLLOUT}.engine_kwargs"].sentence
     assert levels(findings({}, NO_DRAFTS)) == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"), [("nowhere:Rule", "No module named 'nowhere'"), ("collections:deque", "is no verl_tlt.spec")]
+)
+def test_a_policy_of_ones_own_that_cannot_be_used_is_known_before_ray_starts(findings, policy, said):
+    key = "tlt.speculation.policy"
+    found = findings({}, TLTConfig(speculation=SpeculationConfig(policy=policy)))
+    assert levels(found) == {key: "if"} and f"{key}={policy}" in found[key].sentence and said in found[key].sentence
+    assert not findings({}, TLTConfig(speculation=SpeculationConfig(policy=policy, enable=False)))
+    assert not findings({}, TLTConfig(speculation=SpeculationConfig(policy="examples.custom_policy:LongTail")))
 
 
 @pytest.mark.parametrize("vllm", ["0.30.0", "0.31.0", "0.32.0"])

@@ -13,9 +13,10 @@ from vllm_by_hand import passes
 from verl_tlt.drafter.build import BY_DOCUMENT, build_drafter, drafter_config, halve_frozen, most_frequent
 from verl_tlt.drafter.checkpoint import serving_tensors, to_drafter_file
 from verl_tlt.drafter.data import align
-from verl_tlt.drafter.policy import DrafterError, aux_layers_for, draft_vocab_size
+from verl_tlt.drafter.policy import aux_layers_for, draft_vocab_size
 from verl_tlt.drafter.train import trainable_parameters
 from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
+from verl_tlt.errors import DrafterError
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from verl_tlt.drafter import evaluate
 from verl_tlt.drafter.build import most_frequent
 from verl_tlt.drafter.data import align, windows
 from verl_tlt.drafter.evaluate import PROBABILITY_ROWS, accept_length, acceptance
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.errors import DrafterError
 
 V, PROMPT, RESPONSE, K = 3, (0, 2, 1), 4, 2
 SEED = 3  # greedy drafts of this head are right sometimes

@@ -11,8 +11,8 @@ from tiny_policy import drafter_of, same_state
 
 from verl_tlt.drafter.checkpoint import load_training_state, save_drafter
 from verl_tlt.drafter.data import TrainingSequence, batches, from_numpy16, pack, to_numpy16
-from verl_tlt.drafter.policy import DrafterError
 from verl_tlt.drafter.train import DrafterTrainer, train_until
+from verl_tlt.errors import DrafterError
 
 
 def stream(sequences, budget=48):

@@ -9,7 +9,8 @@ from tiny_policy import verifier_weights
 from verl_tlt.config import TLTConfig
 from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, save_drafter
-from verl_tlt.drafter.policy import NotHereError, folder, is_name, policy_shape
+from verl_tlt.drafter.model_files import NotHereError, folder, is_name
+from verl_tlt.drafter.policy import policy_shape
 from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
 from verl_tlt.trainer.run_setup import first_drafter
 

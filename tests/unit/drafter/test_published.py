@@ -16,10 +16,11 @@ from verl_tlt.drafter.capture import PolicyStates, Text, load_policy
 from verl_tlt.drafter.check import check_drafter
 from verl_tlt.drafter.checkpoint import save_drafter
 from verl_tlt.drafter.data import pack
-from verl_tlt.drafter.policy import SUPPORTED, DrafterError, aux_layers_for
+from verl_tlt.drafter.policy import SUPPORTED, aux_layers_for
 from verl_tlt.drafter.tensor_file import WEIGHTS
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import VerifierWeights, check_policy_files, refresh_verifier_weights
+from verl_tlt.errors import DrafterError
 
 
 def published(path, name):

@@ -6,8 +6,9 @@ from tiny_policy import FAMILIES, SHAPE, make_policy, observe, random_texts
 
 from verl_tlt.drafter.build import drafter_config
 from verl_tlt.drafter.capture import Library, PolicyStates, Text, find_decoder, load_policy, plan_epoch
-from verl_tlt.drafter.policy import DrafterError, policy_shape, rope_of
+from verl_tlt.drafter.policy import policy_shape, rope_of
 from verl_tlt.drafter.verifier import VerifierWeights, policy_part
+from verl_tlt.errors import DrafterError
 
 LENGTHS = (9, 30, 4, 17, 30, 2)
 VISION = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}

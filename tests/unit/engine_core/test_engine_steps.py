@@ -28,18 +28,17 @@ def scheduled(drafts, rows, contexts=None, new=(), chunks=(), fresh=()):
 
 
 def counted(
-    drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, skip_drafts=False, paused_s=0.0,
-    blocked=False, may_lack_drafts=False, gone=(), cut=False, **load,
+    drafts=WHOLE, sampled=(1, 1, 1), drafted=3, before=None, rows=ROWS, given=None, paused_s=0.0,
+    blocked=False, gone=(), cut=False, **load,
 ):  # fmt: skip
     """A finished step of the requests `rows`, of which `sampled` tokens came back by row."""
     given = given or {name: sampled[row] for name, row in rows.items()}
     outputs = [SimpleNamespace(request_id=name, new_token_ids=[9] * n) for name, n in given.items()]
     output = scheduled(drafts, rows, **load)
-    output.skip_drafts = skip_drafts
     step = EngineStep(
         output=output, sampled=sampled, row_of=rows, batch=0, kv_tokens=0, drafted=drafted,
         verified=drafted if before is None else before, started_s=1.0, finished_s=1.02, previous_finished_s=0.9,
-        paused_s=paused_s, blocked=blocked, may_lack_drafts=may_lack_drafts, gone=set(gone), cut=cut,
+        paused_s=paused_s, blocked=blocked, gone=set(gone), cut=cut,
         outputs={0: SimpleNamespace(outputs=outputs)},
     )  # fmt: skip
     step.count()
@@ -57,7 +56,7 @@ def test_a_prompt_in_the_step_is_not_decoded(prefill):
     step = counted(drafts, sampled=(4, 4, 1), contexts={"a": 10, "b": 20}, **{prefill: ("c",)})
     assert (step.batch, step.kv_tokens, step.decode_only) == (2, 30, False)
     assert step.num_decode_tokens == 8
-    assert step.longest == (50 if prefill == "new" else 100)
+    assert step.longest == {"new": 50, "chunks": 150, "fresh": 101}[prefill]
 
 
 def test_positions_count_every_draft_that_got_as_far():
@@ -70,12 +69,6 @@ def test_requests_without_a_draft_do_not_count_as_rejections():
     step = counted({"a": [1, 2], "b": [1]}, (2, 2, 1), drafted=2)
     assert (step.num_drafts, step.num_draft_tokens, step.num_accepted_tokens_per_pos) == (2, 3, (2, 0))
     assert not step.clean
-
-
-def test_without_a_drafter_a_missing_draft_counts_as_one_of_which_nothing_was_accepted():
-    step = counted({"a": [1, 2]}, (2, 1, 1), drafted=2, may_lack_drafts=True)
-    assert (step.num_drafts, step.num_draft_tokens, step.num_accepted_tokens_per_pos) == (3, 2, (1, 0))
-    assert step.clean
 
 
 def test_requests_that_ended_or_got_nothing_do_not_count():
@@ -104,13 +97,10 @@ def test_a_pause_before_a_step_is_not_its_time(paused_s, latency_s):
 
 @pytest.mark.parametrize("drafted", [OFF, 0, 3])
 def test_a_step_as_chosen_is_clean(drafted):
-    """Drafts that vLLM skips matter only where something was to be drafted."""
-    drafts = WHOLE if drafted > 0 else {}
-    assert counted(drafts, drafted=drafted).clean
-    assert counted(drafts, drafted=drafted, skip_drafts=drafted <= 0).clean
+    assert counted(WHOLE if drafted > 0 else {}, drafted=drafted).clean
 
 
-@pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}, {"skip_drafts": True}])
+@pytest.mark.parametrize("fields", [{"before": 1}, {"blocked": True}])
 def test_a_step_that_drafts_otherwise_than_it_verifies_is_not(fields):
     assert not counted(**fields).clean
 

@@ -1,5 +1,6 @@
 """The page of a run: the answer first, its numbers, and what failed."""
 
+import sys
 from html.parser import HTMLParser
 from itertools import count
 
@@ -9,6 +10,7 @@ from cli import cli
 from verl_tlt.commands.report.html import write_page
 from verl_tlt.commands.report.page import about, run_page
 from verl_tlt.commands.report.reader import read_trace
+from verl_tlt.commands.report.steps import sentences
 from verl_tlt.trace.events import TraceWriter
 
 
@@ -54,8 +56,9 @@ def test_the_page_says_first_whether_it_paid(page, made_run):
     net, whole = saved - work, sum(float(row["timing_s/step"]) for row in read_trace(made_run.directory).steps.values())
     undrafted = whole + net
     answer = (
-        f"TLT saved an estimated {net:.1f} s of {undrafted:.0f} s ({net / undrafted:.1%}) in steps 1 to 6: drafts "
-        f"saved {saved:.1f} s in {len(drafted)} of 6 rollouts, and TLT's own work took {work:.1f} s."
+        f"TLT saved an estimated {net:.1f} s in steps 1 to 6, {net / undrafted:.1%} of the {undrafted:.0f} s that they "
+        f"would have taken without it: drafts saved {saved:.1f} s in {len(drafted)} of 6 rollouts, and TLT's own work "
+        f"took {work:.1f} s."
     )
     charts = next(i for i, words in enumerate(page.words) if "what every replica did" in words)
     assert page.words.index(answer) < charts < page.words.index("What it saved")
@@ -96,9 +99,24 @@ def test_what_was_switched_off_and_what_failed_is_told(tmp_path, writer):
     assert {
         "Drafting was switched off: accept length of 1.02 (step 4).", "Drafting was switched on again (step 30).",
         "In step 4 the run waited 24 s for its first drafter (cold start).",
-        "1 lines of the trace could not be read.", "out of memory", "v3 was loaded instead",
-        "2 failures of TLT did not end the run.",
+        "1 line of the trace could not be read.", "out of memory", "v3 was loaded instead",
+        "TLT counted 2 failures and warnings (tlt/errors); none ended the run.",
     } <= set(written(tmp_path).words)  # fmt: skip
+
+
+def test_drafting_begins_again_where_a_run_is_resumed(tmp_path, writer):
+    writer.emit("stopped", step=4, cause="it was slower")
+    writer.emit("run", step0=5)
+    began = "Drafting began again when the run was resumed at step 5."
+    writer.emit("step", step=5, metrics={"tlt/errors": 1.0})
+    assert [*sentences(read_trace(tmp_path))][-3:-1] == ["Drafting was switched off: it was slower (step 4).", began]
+    assert "TLT counted 1 failure or warning (tlt/errors); it did not end the run." in written(tmp_path).words
+    writer.emit("step", step=5, metrics={}, off="it is expected to save nothing")
+    assert began not in written(tmp_path).words
+    writer.emit("stopped", step=5, cause="it was slower")
+    writer.emit("stopped", step=30, cause="")
+    writer.emit("run", step0=31)
+    assert "step 31" not in written(tmp_path).text, "it drafted already"
 
 
 def test_the_idle_devices_of_a_run_with_standalone_engines_are_the_trainers(tmp_path, writer):
@@ -136,6 +154,15 @@ def test_the_first_chart_is_of_a_step_that_the_engine_traces_still_hold(tmp_path
         (tmp_path / f"engine-{name}.jsonl").rename(tmp_path / f"engine-{name}.jsonl.old")
         (tmp_path / f"engine-{name}.jsonl").touch()
     assert "RL step 6: what every replica did" in written(tmp_path).words
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_the_extra_the_command_prints_the_table_and_how_to_get_the_page(made_run, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, said = cli("report", made_run.directory)
+    assert code == 0 and "accept" in said
+    assert said.endswith("No page: pip install 'verl-tlt[report]' to have it drawn.\n")
+    assert not (made_run.directory.parent / "report.html").exists()
 
 
 def test_the_command_writes_the_page_to_a_file_or_a_folder(made_run, tmp_path):

@@ -41,8 +41,7 @@ def test_a_row_of_a_stock_run():
     row = step_row(VERL)
     assert row["tokens"] == 969  # 16 responses of 60.5625
     assert (row["reward"], row["rollout_s"], row["step_s"], row["probs_diff_max"]) == (0.25, 26.0, 37.0, 4e-9)
-    assert row["accept_length"] == 1.0
-    assert row["idle_s"] is None and row["drafter_version_served"] is None
+    assert row["accept_length"] is None and row["idle_s"] is None and row["drafter_version_served"] is None
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,8 @@ def test_what_training_taught_the_drafter(made_run, tmp_path):
     )
     assert learned(trace).endswith("the run's first drafter has 1.01 and the last one 2.50.")
     assert new_drafters(rows_of_trace(trace)) == [3, 4, 5, 6], "version 1 is loaded at the end of step 2"
+    served = [0.0, 1.0, None, 1.0, 1.0]
+    assert new_drafters(frame({i: {"drafter_version_served": v} for i, v in enumerate(served, start=1)})) == [3]
     writer = TraceWriter(tmp_path, "trainer")
     writer.emit("step", step=1, metrics={"tlt/draft_length_mean": 0.0})
     assert learned(read_trace(tmp_path)) == ""
@@ -112,7 +113,7 @@ def test_every_step_holds_what_is_its_own(made_run):
     assert list(steps) == list(range(1, 7))
     for number, step in steps.items():
         assert step.end - step.start == pytest.approx(made_run.rollout_s[number] + 0.06)
-        assert [p.name for p in step.after][:3] == ["old_log_prob", "update_actor", "update_weights"]
+        assert [p.name for p in step.others][:3] == ["old_log_prob", "update_actor", "update_weights"]
         assert {s.step for s in step.sessions} <= {number}
     seconds = {n: sum(step.end - s.start for s in step.sessions) for n, step in steps.items()}
     assert most_trained(steps) == max(seconds, key=seconds.get)
@@ -122,8 +123,11 @@ def test_two_rollouts_of_a_step_are_one(tmp_path):
     writer = TraceWriter(tmp_path, "trainer")
     for start, end in ((10.0, 14.0), (20.0, 26.0)):
         writer.emit("phase", step=1, name="rollout", start=start, end=end)
+    for start in (5.0, 15.0, 27.0):
+        writer.emit("phase", step=1, name="update_actor", start=start, end=start + 4.0)
     step = rl_steps(read_trace(tmp_path))[1]
-    assert (step.start, step.end) == (10.0, 26.0)
+    assert (step.start, step.end, step.rollout_s, step.finish) == (10.0, 26.0, 10.0, 31.0)
+    assert [phase.start for phase in step.others] == [15.0, 27.0], "also what is between the rollouts"
 
 
 def test_what_a_replica_decoded_at_a_moment(tmp_path):
@@ -142,6 +146,18 @@ def test_what_a_replica_decoded_at_a_moment(tmp_path):
     assert set(batch.tolist()) == {0} and set(k.tolist()) == {NO_STEP}, "the load was written later"
 
 
+@pytest.mark.parametrize(("standalone", "batches"), [(["a"], [8, 6, 0]), ([], [8, 0, 0])])
+def test_a_standalone_replica_decodes_on_while_the_trainer_works(tmp_path, standalone, batches):
+    driver, engine = TraceWriter(tmp_path, "trainer"), TraceWriter(tmp_path, "engine-a")
+    driver.emit("run", step0=1, replicas=["a"], standalone=standalone)
+    driver.emit("phase", step=1, name="rollout", start=0.0, end=2.0)
+    driver.emit("phase", step=1, name="update_actor", start=2.0, end=6.0)
+    for t, batch in ((1.0, 8), (5.0, 6), (8.0, 4)):
+        engine.write({"t": t, "latency_s": 0.5, "batch": batch, "k": 1})
+    trace = read_trace(tmp_path)
+    assert sampled(trace, rl_steps(trace)[1], "a", np.array([0.7, 4.7, 5.8]))[0].tolist() == batches
+
+
 @pytest.mark.parametrize("standalone", [[], ["a"]])
 def test_where_engines_decode_beside_the_trainer_what_they_save_is_not_the_steps(tmp_path, standalone):
     writer = TraceWriter(tmp_path, "trainer")
@@ -155,5 +171,9 @@ def test_where_engines_decode_beside_the_trainer_what_they_save_is_not_the_steps
     said = " ".join(sentences(trace))
     assert ("Engines decode while the trainer works" in said) == bool(standalone)
     assert ("tokens/s" in said) != bool(standalone), "the wait for samples is not the time of their tokens"
-    share = "" if standalone else " of 50 s (20.0%)"
-    assert did_it_pay(trace).startswith(f"TLT saved an estimated 10.0 s{share} in steps 1 to 1:")
+    share = "" if standalone else ", 20.0% of the 50 s that they would have taken without it"
+    assert did_it_pay(trace).startswith(f"TLT saved an estimated 10.0 s in steps 1 to 1{share}: drafts saved 10.0 s")
+    writer.emit("step", step=1, metrics=metrics | {"tlt/saved_estimate_s": -8.0})
+    share = "" if standalone else " (25.0%)"
+    lost = f"TLT made steps 1 to 1 an estimated 8.0 s longer{share}: drafts lost 8.0 s"
+    assert did_it_pay(read_trace(tmp_path)).startswith(lost)

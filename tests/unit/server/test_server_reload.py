@@ -60,9 +60,11 @@ async def test_a_drafter_that_cannot_be_trusted_stops_the_drafting_and_nothing_e
     assert engine.asked[-1] == ("tlt_set_drafting", False)
 
 
-async def test_an_engine_that_cannot_run_the_pass_is_asked_for_no_drafts(tmp_path):
-    status, told = await reload(tmp_path, two_ranks(switched=RuntimeError("no such method")))
-    assert not status.ok and "no such method" in status.error and told == []
+@pytest.mark.parametrize("switched", [RuntimeError("no such method"), (None, "no such method")])
+async def test_an_engine_that_cannot_run_the_pass_is_asked_for_no_drafts(tmp_path, switched):
+    status, told = await reload(tmp_path, two_ranks(switched=switched))
+    assert not status.ok and "no such method" in status.error
+    assert told == [{"drafting": False, "force_k": 0, "acceptance": None}]
 
 
 @pytest.mark.parametrize(("method", "trains"), [("mtp", True), ("mtp", False), ("eagle3", True)])

@@ -86,11 +86,9 @@ def test_a_draft_length_without_a_graph_for_a_batch_saves_nothing_there():
     assert undrafted_s([cell], costs) == pytest.approx(10.0)
 
 
-def test_fixed_and_ngrams_draft_whatever_it_costs_and_off_never():
+def test_fixed_and_ngrams_draft_whatever_it_costs():
     for made in (decision("fixed"), decision(source="ngram")):
         assert slow(made, 10) == [] and made.drafting(RANDOM) == REPLICAS and not made.cause
-    off = decision("off")
-    assert off.drafting(BETTER) == [] and off.against == "tlt.speculation.policy=off"
 
 
 def test_without_a_measured_draft_nothing_is_drafted_and_without_off_it_is_tried():

@@ -8,6 +8,7 @@ from step_costs import step_costs
 
 from verl_tlt.speculation import policies
 from verl_tlt.speculation.costs import REBUILD_STEPS, LatencyPoint, LatencyTable
+from verl_tlt.speculation.limits import Limits
 from verl_tlt.speculation.policies import POLICIES, PROBE_AFTER, PROBES, FixedPolicy, LiveTablePolicy, make_policy
 from verl_tlt.speculation.types import OFF, ControlError, Step
 
@@ -55,6 +56,16 @@ def test_it_drafts_what_is_fastest_by_the_calibration():
         assert policy.choose(batch) == max(LENGTHS, key=lambda k: tau[k] / step_s(batch, k))
     assert policy.choose(1) == 7 > policy.choose(64)
     assert policy.choose(1000) == policy.choose(64), "a batch beyond the list is its last one"
+
+
+def test_at_each_batch_it_chooses_among_the_drafts_that_the_engine_can_have():
+    """K=3 looks fastest, and has no graph for 20 requests; of what has one, K=0 is the fastest."""
+    lengths = (0, 1, 3)
+    costs = step_costs({0: [(1, 0.01), (32, 0.01)], 1: [(1, 0.02), (32, 0.02)], 3: [(1, 0.01), (16, 0.01)]})
+    policy = LiveTablePolicy(lengths, 32, Limits(lengths, token_limit=64))
+    policy.set_costs(costs)
+    policy.set_acceptance([0.8, 0.8, 0.8])
+    assert (policy.choose(16), policy.choose(20)) == (3, 0)
 
 
 def test_before_costs_are_known_it_drafts_nothing():
@@ -122,9 +133,8 @@ def test_a_length_hardly_better_is_no_reason_to_change():
 
 
 def test_policies_by_name():
-    assert [type(make_policy(name, LENGTHS, 8)) for name in POLICIES] == [LiveTablePolicy, FixedPolicy, FixedPolicy]
+    assert [type(make_policy(name, LENGTHS, 8)) for name in POLICIES] == [LiveTablePolicy, FixedPolicy]
     assert make_policy("fixed", LENGTHS, 8).choose(1) == 7 and make_policy("fixed", LENGTHS, 8, fixed=3).choose(4) == 3
-    assert make_policy("off", LENGTHS, 8).choose(1) == 0
     with pytest.raises(ControlError, match="fixed=2 is none of the draft lengths"):
         make_policy("fixed", LENGTHS, 8, fixed=2)
 
@@ -138,7 +148,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("tables", "known: live_table, fixed, off, or module:Class"),
+        ("tables", "known: live_table, fixed, or module:Class"),
         ("examples.custom_policy:Missing", "Missing"),
         ("operator:itemgetter", "is no verl_tlt.speculation.types.Policy"),
     ],

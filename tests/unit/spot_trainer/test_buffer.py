@@ -16,7 +16,7 @@ from verl_tlt.trainer.run_setup import held_out_share
 
 BYTES = 8 + 2 * 4
 """Of a token: its id, and four states of one number each."""
-ALL = {"max_tokens": 10**9, "fewest": 0}
+ALL = {"most": 10**9, "fewest": 0, "draft": 1}
 """That is held out."""
 
 
@@ -65,12 +65,10 @@ def test_full_buffers_drop_the_oldest_step(caps, arrivals, kept):
     assert set(names(buffer.sample_batch(random.Random(0), 1000))) == kept and len(buffer._items) == len(kept)
 
 
-def test_ready_counts_training_tokens_only():
+def test_what_is_held_out_is_not_counted_as_training_text():
     buffer = filled([100] * 40, held_out=0.25)
     held = sum(map(len, buffer.held_out(**ALL)))
     assert 0 < buffer.train_tokens == 4000 - held < 4000
-    assert buffer.ready(buffer.train_tokens) and not buffer.ready(buffer.train_tokens + 1)
-    assert not filled([]).ready(0)
 
 
 def test_held_out_is_a_fixed_share():
@@ -110,20 +108,20 @@ def test_a_budget_takes_some_of_enough_prompts_before_all_of_a_few():
     buffer = filled([], held_out=0.999999)
     for i in range(32):
         buffer.add(1, replace(named(i // 8, 40, 3), prompt=i // 8))
-    chosen = names(buffer.held_out(max_tokens=200, fewest=3))
+    chosen = names(buffer.held_out(200, fewest=3, draft=1))
     assert sorted(set(chosen)) == [1, 2, 3] and len(chosen) == 5 + 2
 
 
 def test_held_out_prefers_the_newest_and_one_that_does_not_fit_lets_no_shorter_older_one_in():
     """Scores of a newest few would otherwise be of short responses."""
     buffer = filled([7], held_out=0.999999)  # the first prompt of all is trained on: it may stay the only one
-    assert buffer.ready(7)
     for step, length in ((1, 10), (2, 100), (3, 40), (4, 40)):
         buffer.add(step, named(step, length, prompt_len=3))
     buffer.add(5, named(5, 1))  # of one token there is nothing to judge
     assert [(s.start, len(s), s.prompt_len) for s in buffer.held_out(**ALL)][:2] == [(0, 40, 3)] * 2
-    assert [names(buffer.held_out(tokens, 0)) for tokens in (100, 180, 190)] == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
-    assert names(buffer.held_out(max_tokens=50, fewest=3)) == [4, 3, 2]
+    chosen = [names(buffer.held_out(most, 0, draft=1)) for most in (100, 170, 180)]
+    assert chosen == [[4, 3], [4, 3, 2], [4, 3, 2, 1]]
+    assert names(buffer.held_out(50, fewest=3, draft=1)) == [4, 3, 2]
 
 
 def test_a_pass_draws_every_row_once_at_its_true_position():

@@ -128,7 +128,6 @@ def test_one_that_replaces_another_goes_on_from_what_was_published_with_the_chec
         assert all(torch.equal(one[key], other[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
     new.save(str(tmp_path / "again"), replace(FACTS, version=0))
     assert provenance(tmp_path / "again")["version"] == 1, "also where the RL trainer could not hand it out yet"
-    assert session(new).steps == 0, "its buffer is empty"
     new.add(2, texts(60), verifier_arrays())
     assert session(new).steps > 0
 

@@ -41,7 +41,7 @@ def test_what_the_object_store_lends_is_not_kept():
 
 @pytest.mark.parametrize("cut", [(0, None), (5, 8)])
 def test_ranks_that_have_other_tokens_and_layers_are_joined(cut):
-    """Their real meshes are in tests/engine/test_tap_ranks.py; `cut`: a window of the sequences."""
+    """Their real meshes are in tests/engine/test_hidden_state_ranks.py; `cut`: a window of the sequences."""
     sent = []
     for row, length in enumerate(LENGTHS):
         for layers in ((4,), (1, 2)):

@@ -46,12 +46,6 @@ def test_a_session_ends_with_its_epochs_or_when_it_is_stopped(tmp_path):
     assert [(part.steps, part.outcome) for part in parts] == [(n, "stopped") for n in (0, 1, whole.steps - 1)]
 
 
-def test_without_enough_tokens_no_session_begins(tmp_path):
-    trainer = make_trainer(tmp_path / "policy", 3, min_tokens=1000)
-    result = session(trainer)
-    assert (result.outcome, result.steps, trainer.trainer.steps) == ("exhausted", 0, 0)
-
-
 # ---------------------------------------------------------------- the verdict
 
 
@@ -94,6 +88,7 @@ def test_a_checkpoint_names_the_drafter_that_it_holds(trainer, tmp_path):
 @pytest.mark.parametrize("back", ["served", "initial"])
 def test_a_candidate_that_is_given_up_takes_what_was_trained_on_it_along(trainer, decides, back):
     publish(trainer)
+    decides("kept", "served")
     session(trainer)  # the candidate is ahead of what was published
     decides("reverted", back)
     begun = trainer.trainer.steps
@@ -113,7 +108,7 @@ def test_with_the_gate_off_every_trained_candidate_is_published_and_nothing_is_s
         result = stopped_after(trainer, 1)
         assert result.steps == 1 and result.verdict.publishes and result.verdict.acceptance == ()
         assert trainer.export().version == version and same(trainer.served, trainer.candidate)
-    assert not seen and not trainer.buffer.held_out(10**9, 0), "nothing is held out either"
+    assert not seen and not trainer.buffer.held_out(10**9, 0, 1), "nothing is held out either"
     assert stopped_after(trainer, 0).verdict is None, "what was not trained is not published again"
 
 
@@ -151,6 +146,7 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, mon
     calls = []
     real = scoring.acceptance
     monkeypatch.setattr(scoring, "acceptance", lambda *args, **named: calls.append(1) or real(*args, **named))
+    monkeypatch.setattr(module, "too_little", lambda *_: False)
     decides("published", "candidate")
     session(trainer)
     session(trainer)
@@ -171,6 +167,33 @@ def test_more_is_scored_the_more_was_trained(trainer, decides):
     session(trainer)
     session(trainer)
     assert few == module.HELD_OUT_PROMPTS < int((seen[-1].positions > 0).sum())
+
+
+def test_a_served_drafter_that_drafts_well_is_not_compared_by_too_little_text(trainer, decides):
+    """Nothing is scored, and the session is used for training; what it is trained on counts for the next verdict."""
+    seen = decides("published", "candidate")
+    trainer.plan = replace(trainer.plan, drafter=replace(trainer.plan.drafter, acceptance=(0.5, 0.5, 0.5)))
+    session(trainer)
+    second = session(trainer)
+    assert second.verdict.reason.startswith("too little to judge by (") and not seen
+    assert not second.verdict.publishes and second.steps > 0
+    trainer.add(2, texts(200, seed=1), verifier_arrays())
+    session(trainer)
+    session(trainer)
+    assert seen and seen[0].positions.sum() >= gate.MIN_POSITIONS
+
+
+def test_a_candidate_that_is_to_be_published_is_not_replaced_before_engines_have_it(trainer, decides, monkeypatch):
+    """A replica that is called back and leaves again has two sessions in a step."""
+    monkeypatch.setattr(module, "too_little", lambda *_: False)
+    seen = decides("published", "candidate")
+    session(trainer)
+    candidate = trainer.candidate
+    assert session(trainer).verdict.publishes
+    assert session(trainer).verdict is None and len(seen) == 1
+    trainer.export()
+    assert same(trainer.served, candidate)
+    assert session(trainer).verdict is not None and len(seen) == 2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -60,6 +60,7 @@ def test_a_full_disk_costs_the_line_that_it_cut(tmp_path):
 
 BROKEN = (
     {"kind": "phaze", "t": 1.0},
+    {"kind": "idle", "t": 1.0, "step": 1, "replica": "a", "start": 1.0},
     {"kind": "phase", "t": 1.0, "step": 1},
     {"kind": "phase", "t": 1.0, **PHASE, "start": "soon"},
     {"kind": "load", "t": 1.0, "step": 1, "inflight": {"a": {}}},
@@ -67,11 +68,8 @@ BROKEN = (
 
 
 def test_lines_that_mean_nothing_are_counted(tmp_path):
-    older = (  # which nothing writes any more
-        {"kind": "idle", "t": 1.0, "step": 1, "replica": "a", "start": 1.0},
-        {"kind": "run", "t": 1.0, "step0": 1, "policy": "p", "drafter": "d"},
-    )
-    (tmp_path / "trainer.jsonl").write_text("\n".join([*map(json.dumps, (*BROKEN, *older)), "half a li", "7", ""]))
+    older = {"kind": "run", "t": 1.0, "step0": 1, "policy": "p", "drafter": "d"}  # `drafter` is not written any more
+    (tmp_path / "trainer.jsonl").write_text("\n".join([*map(json.dumps, (*BROKEN, older)), "half a li", "7", ""]))
     steps = ({"t": 1.0, "batch": 1}, {"t": 1.0, "batch": "x", "k": 0}, {"t": 1.0, "batch": 1, "k": 3}, {"t": "x"})
     (tmp_path / "engine-a.jsonl").write_text("\n".join([*map(json.dumps, steps), "", "half a li"]))
     trace = read_trace(tmp_path)

@@ -188,7 +188,6 @@ def test_a_cold_start_ends_when_its_data_is_used_up(filled, took):
     [
         RANDOM | {"start": {"served": TRAINED}},
         {"facts": {"cold_start_s": 0.0}},
-        RANDOM | {"policy": "off"},
         RANDOM | {"enable": False},
     ],
 )
@@ -567,7 +566,7 @@ def test_savings_are_told_where_step_times_are_known(run, costs, saved_s):
     assert rl_step(controller, 1).get("tlt/saved_estimate_s") == saved_s
 
 
-@pytest.mark.parametrize(("policy", "times"), [("live_table", 1), ("fixed", 0), ("off", 0)])
+@pytest.mark.parametrize(("policy", "times"), [("live_table", 1), ("fixed", 0)])
 def test_that_no_draft_was_measured_is_said_once(run, said, policy, times):
     controller = run(policy=policy)
     controller.servers.costs = step_costs({OFF: [(4, 0.01)], 0: [(4, 0.011)]})

@@ -9,10 +9,11 @@ import ray
 from benchmarks.toy_job import CONSTANT
 from verl_tlt.activation import apply
 from verl_tlt.checks.recipe import compose, read_settings
-from verl_tlt.config import BATCH_TOKENS, TLTConfig
+from verl_tlt.config import TLTConfig
 from verl_tlt.errors import TLTError
 from verl_tlt.messages.rollout import DrafterFile
 from verl_tlt.trainer.run_setup import (
+    BATCH_TOKENS,
     LEAST_BUFFER,
     MEMORY_SHARE,
     MOST_HELD_OUT,

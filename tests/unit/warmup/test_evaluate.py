@@ -15,7 +15,7 @@ from verl_tlt.commands.warmup.evaluate import Verdict, choose_prompts, evaluate,
 from verl_tlt.commands.warmup.prompts import read_prompts
 from verl_tlt.drafter import build_drafter, load_drafter, save_drafter, serving_tensors
 from verl_tlt.drafter.evaluate import DraftCounts
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.errors import DrafterError
 
 
 def counts(drafts, *accepted):

@@ -8,7 +8,7 @@ import pytest
 from verl_tlt.checks.recipe import compose
 from verl_tlt.commands.options import WarmupOptions
 from verl_tlt.commands.warmup.prompts import open_images, read_prompts
-from verl_tlt.drafter.policy import DrafterError
+from verl_tlt.errors import DrafterError
 
 pytest.importorskip("verl")
 TOOLS = (

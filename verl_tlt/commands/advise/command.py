@@ -35,8 +35,8 @@ def advise(options: AdviseOptions, console: Console) -> None:
         gains, minutes = read_gains(options, run)
     which = "without the first after a start"
     if run.only_first:
-        first = "the first after a start" if run.steps == 1 else "each the first after a start"
-        which = f"{first}, and slow: give a longer run"
+        first = "it" if run.steps == 1 else "each"
+        which = f"but {first} is the first after a start, which is slow. Give a longer run."
     say(console, f"{source}: {counted(run.steps)} of stock verl, {which}")
     say(console, f"  rollout           {run.rollout_s:.1f} s of {run.step_s:.1f} s ({run.share:.0%})")
     if run.tail is not None:
@@ -45,6 +45,7 @@ def advise(options: AdviseOptions, console: Console) -> None:
     if gains:
         console.print(gains_table(run, gains, minutes))
     say(console, verdict(run, gains), "bold")
+    say(console, "In separate_async a step can gain more: its rollout's time is only the trainer's wait.")
 
 
 def read_gains(options: AdviseOptions, run: RunShape) -> tuple[list[DraftingGain], float | None]:

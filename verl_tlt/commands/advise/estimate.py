@@ -23,11 +23,12 @@ SPEEDUPS = (1.5, 2.0, 3.0)
 WORTH = 1.15
 """How many times as fast a step must become to be worth the trouble of another component."""
 NO_LIMIT = 100.0
-"""Largest possible speed-up of a step that is worth telling: above it all but the rollout takes less than 1 %."""
+"""Above this the ceiling is not printed: everything but the rollout takes less than 1 % of a step."""
 SHORT_TAIL = 1.5
-"""Longest response over the mean one, below which engines stay full until the end."""
+"""Ratio of the longest response to the mean below which the batch stays large until the end."""
 SINGLE_TURN = 2.0
 """Turns that verl counts in a response without tools: the prompt and the answer."""
+MEASURE = "Measure it: verl-tlt compare -- YOUR COMMAND."
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ class RunShape:
     def tail(self) -> float | None:
         """How many times as long as the mean the longest response is; None: not logged."""
         return self.longest / self.mean_length if self.longest and self.mean_length else None
+
+    @property
+    def why_large(self) -> str:
+        """Why the batch stays large until the end of the rollout, as the end of a sentence; empty: it does not."""
+        if self.tail is None or self.tail >= SHORT_TAIL:
+            return ""
+        return f"the longest response is only {self.tail:.1f} times the mean, so the batch stays large until the end"
 
     def step_speedup(self, rollout_speedup: float) -> float:
         """How many times as fast a step becomes if decoding does."""
@@ -167,18 +175,28 @@ def verdict(run: RunShape, gains: Sequence[DraftingGain] = ()) -> str:
 def _answer(run: RunShape, gains: Sequence[DraftingGain]) -> str:
     most = f"at most {run.ceiling:.2f}x" if run.ceiling < NO_LIMIT else "a step gains what the rollout gains"
     known = f"Rollout is {run.share:.0%} of a step: {most}."
-    measure = "Measure it: verl-tlt compare -- YOUR COMMAND."
+    if gains:
+        return f"{known} {_measured_answer(run, gains)}"
     twice = run.step_speedup(2.0)
     if twice < WORTH:
         return f"{known} Not worth it."
-    if run.tail is not None and run.tail < SHORT_TAIL:
-        even = f"the longest response is only {run.tail:.1f} times the mean, so the batch stays large until the end"
-        return f"{known} But {even}: probably not worth it."
-    if gains:
-        best = max(gains, key=lambda gain: gain.speedup)
-        step = run.step_speedup(best.speedup)
-        told = f"{known} With this drafter at most {step:.2f}x, at a batch of {best.batch}."
-        return f"{told} {measure if step >= WORTH else 'Not worth it with this drafter.'}"
+    if run.why_large:
+        return f"{known} But {run.why_large}: probably not worth it."
     if run.step_speedup(SPEEDUPS[0]) < WORTH:
-        return f"{known} Only worth it with a good drafter: {twice:.2f}x if the rollout is twice as fast. {measure}"
-    return f"{known} Worth trying: {twice:.2f}x if the rollout is twice as fast. {measure}"
+        return f"{known} Only worth it with a good drafter: {twice:.2f}x if the rollout is twice as fast. {MEASURE}"
+    return f"{known} Worth trying: {twice:.2f}x if the rollout is twice as fast. {MEASURE}"
+
+
+def _measured_answer(run: RunShape, gains: Sequence[DraftingGain]) -> str:
+    """The verdict on a drafter, by its largest gain, or by that of the largest batch if the batch stays large."""
+    if run.why_large:
+        gain = max(gains, key=lambda gain: gain.batch)
+        where = f" at a batch of {gain.batch}, the largest measured: {run.why_large}"
+        limit = ""
+    else:
+        gain = max(gains, key=lambda gain: gain.speedup)
+        where = f", at a batch of {gain.batch}"
+        limit = "at most "
+    step = run.step_speedup(gain.speedup)
+    worth = MEASURE if step >= WORTH else "Not worth it with this drafter."
+    return f"With this drafter {limit}{step:.2f}x{where}. {worth}"

@@ -33,6 +33,7 @@ from verl_tlt.checks.recipe import (
 from verl_tlt.commands.console import say
 from verl_tlt.commands.options import DoctorOptions
 from verl_tlt.config import TLTConfigError
+from verl_tlt.drafter.model_files import first_line
 from verl_tlt.errors import TLTError, needs
 from verl_tlt.files.disk import check_writable, replacing
 from verl_tlt.flag import NAME, SWITCH
@@ -97,6 +98,9 @@ def diagnose(recipe: Recipe | None) -> list[Finding]:
             findings.append(Finding("refuse", "settings", str(error)))
         except ModuleNotFoundError as error:
             findings.append(Finding("refuse", "packages", needs(error)))
+        except ImportError as error:  # such as a library of CUDA that torch does not find
+            broken = f"verl, or a package that it needs, cannot be imported: {first_line(error)}."
+            findings.append(Finding("refuse", "packages", broken))
     for package in ("verl", "vllm"):
         folder = location(package)
         if folder is not None:

@@ -81,7 +81,7 @@ async def check(job: EngineJob, directory: Path) -> Answer:
     findings = list[Finding]()
     async with start(setup, directory) as engine:
         findings.append(await check_sleep(engine))
-        if setup.device != "cpu":  # which has no device context
+        if setup.beside_spot_trainer and setup.device != "cpu":  # the CPU has no device context
             findings.append(await check_waking(engine))
         await engine.every("tlt_set_drafting", False)
         await ask_scheduler(engine.llm, "control", drafting=False)
@@ -97,12 +97,10 @@ async def check(job: EngineJob, directory: Path) -> Answer:
 
 async def check_ngrams(setup: Setup, directory: Path) -> Answer:
     """Start the engine of a recipe without a drafter; no step is measured, since drafts would look free."""
-    findings = list[Finding]()
-    async with start(setup, directory) as engine:
-        if setup.device != "cpu":
-            findings.append(await check_waking(engine))
-    findings.append(Finding("ok", "step cost", "n-grams match nothing in random prompts, so no cost was measured"))
-    return Answer(findings, LatencyTable(), hardware_name())
+    async with start(setup, directory):
+        pass  # it starts
+    unmeasured = Finding("ok", "step cost", "n-grams match nothing in random prompts, so no cost was measured")
+    return Answer([unmeasured], LatencyTable(), hardware_name())
 
 
 def hardware_name() -> str:
@@ -189,8 +187,8 @@ async def check_waking(engine: StandaloneEngine) -> Finding:
 
 def judge_costs(costs: LatencyTable, stock: Mapping[int, float], off: Mapping[int, float]) -> list[Finding]:
     """Findings on the cost of a step by draft length, and with drafting OFF against stock's; seconds by batch."""
-    off_s = costs.by_batch(OFF)
-    if not off_s or not stock or not off:
+    without_drafter = {batch for batch, _ in costs.by_batch(OFF)}
+    if not without_drafter or not stock or not off:
         sentence = "The costs of a step could not be measured in this time; --seconds gives it more."
         return [Finding("warn", "step cost", sentence)]
     ratio = mean(off[b] / stock[b] for b in stock)
@@ -198,11 +196,12 @@ def judge_costs(costs: LatencyTable, stock: Mapping[int, float], off: Mapping[in
     sentence = f"{ratio:.2f} times stock's step ({milliseconds})."
     findings = [Finding("ok" if ratio <= TOO_SLOW else "warn", "drafter off against stock", sentence)]
     for k in costs.lengths():
-        if k == OFF:
+        batches = [batch for batch, _ in costs.by_batch(k) if batch in without_drafter]
+        if k == OFF or not batches:
             continue
-        by_batch = ", ".join(f"{batch}: {float(costs.seconds(k, batch)) / step_s:.2f}x" for batch, step_s in off_s)
+        ratios = [f"{batch}: {float(costs.seconds(k, batch) / costs.seconds(OFF, batch)):.2f}x" for batch in batches]
         meaning = "the drafter's own pass" if k == 0 else "pays above this accept length"
-        sentence = f"at {SHORT_CONTEXT} tokens of context, by batch {by_batch}; {meaning}"
+        sentence = f"at {SHORT_CONTEXT} tokens of context, by batch {', '.join(ratios)}; {meaning}"
         findings.append(Finding("ok", f"K={k} against off", sentence))
     return findings
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tlt.checks.models import POLICY, located
 from verl_tlt.checks.recipe import Recipe, context_tokens, device_of, engine_dtype, read_settings, select
+from verl_tlt.checks.rules import trains_beside_engines
 from verl_tlt.config import TLTConfig, TLTConfigError, dtype_name
-from verl_tlt.drafter.policy import NotHereError, elsewhere, first_line, hub_errors, is_name, read_model_config
+from verl_tlt.drafter.model_files import NotHereError, elsewhere, first_line, hub_errors, is_name
+from verl_tlt.drafter.policy import read_model_config
 from verl_tlt.drafter.tensor_file import tensor_files
 from verl_tlt.server import calibration, engine_arguments
 from verl_tlt.server.engine_calls import answered, fail_calls_when_dead
@@ -43,6 +45,8 @@ class Setup:
     """verl's `actor_rollout_ref.model` node; its `path` is a local directory, or a name on the hub."""
     device: str
     """The kind of device that the recipe computes on (`trainer.device`), such as `cuda` or `cpu`."""
+    beside_spot_trainer: bool
+    """Whether a spot trainer keeps a context on the engine's device."""
 
 
 def set_up(recipe: Recipe, changes: dict[str, Any] | None = None) -> Setup:
@@ -57,7 +61,8 @@ def set_up(recipe: Recipe, changes: dict[str, Any] | None = None) -> Setup:
         rollout.dtype = engine_dtype(config)
         if rollout.load_format == "dummy":  # no trainer sends it weights
             rollout.load_format = "auto"
-        return Setup(read_settings(config), rollout, model, device_of(config))
+        settings = read_settings(config)
+        return Setup(settings, rollout, model, device_of(config), trains_beside_engines(config, settings))
 
 
 def run_environment(recipe: Recipe) -> dict[str, str]:

@@ -30,7 +30,7 @@ from verl_tlt.commands.report.charts import (
 )
 from verl_tlt.commands.report.reader import RunTrace
 from verl_tlt.commands.report.steps import new_drafters, own_work_s, rows_of_trace
-from verl_tlt.commands.report.timeline import NO_STEP, RLStep, sampled
+from verl_tlt.commands.report.timeline import NO_STEP, RLStep, decodes_until, sampled
 
 TRAINING: dict[str, Any] = {"facecolor": "#FBE3B0", "edgecolor": ORANGE, "hatch": "///"}
 PHASES = {
@@ -39,7 +39,7 @@ PHASES = {
     "update_actor": ("policy update", GREEN),
     "update_weights": ("weight sync", YELLOW),
 }
-"""Phases on the policy's devices after the rollout: name in the chart, colour."""
+"""Phases on the policy's devices beside the rollout: name in the chart, colour."""
 COLUMNS = 600
 """Number of times at which a replica's lane is sampled."""
 MOST_LANES = 64
@@ -115,7 +115,7 @@ def step_chart(trace: RunTrace, step: RLStep) -> Chart:
 
 
 def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
-    """Draw each replica's batch and K, the training on it, and the policy's phases after the rollout."""
+    """Draw each replica's batch and K, the training on it, and the policy's other phases."""
     names = trace.replicas[:MOST_LANES]
     edges = np.linspace(step.start, step.finish, COLUMNS + 1)
     lanes = [sampled(trace, step, name, (edges[:-1] + edges[1:]) / 2) for name in names]
@@ -125,7 +125,8 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     colors = {k: k_color(k, longest) for k in ks}
     seconds = edges - step.start
     for y, name, (batch, k) in zip(range(len(names))[::-1], names, lanes, strict=True):
-        ax.broken_barh([(0.0, step.end - step.start)], (y, LANE), color=PALE, linewidth=0, label="nothing to decode")
+        decoding = (0.0, decodes_until(trace, step, name) - step.start)
+        ax.broken_barh([decoding], (y, LANE), color=PALE, linewidth=0, label="nothing to decode")
         change = np.flatnonzero(np.diff(batch, prepend=-1))
         height = y + STRIP + (LANE - STRIP) * batch[change] / most
         ax.stairs(height, [*seconds[change], seconds[-1]], baseline=y + STRIP, fill=True, color=BLUE)
@@ -136,7 +137,7 @@ def draw_replicas(ax: Axes, trace: RunTrace, step: RLStep) -> None:
     ax.set_yticks([y + LANE / 2 for y in range(len(names))], [trace.label(n) for n in reversed(names)])
     ax.set_xlim(0, seconds[-1])
     ax.set_ylim(-0.1, len(names))
-    ax.set_xlabel(f"seconds (rollout: {step.end - step.start:.1f} s)")
+    ax.set_xlabel(f"seconds (rollout: {step.rollout_s:.1f} s)")
     legend: dict[str, Any] = {f"batch, up to {most} requests": Patch(color=BLUE)}
     legend |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     legend |= {k_name(k): Patch(color=color) for k, color in colors.items() if k != NO_STEP}
@@ -150,7 +151,7 @@ def _draw_work(ax: Axes, trace: RunTrace, step: RLStep, replica: str, y: int) ->
         ax.broken_barh(sessions, (y, LANE), linewidth=1, label="training the drafter", **TRAINING)
     if trace.run and replica in trace.run.standalone:
         return
-    for phase in (p for p in step.after if p.name in PHASES):
+    for phase in (p for p in step.others if p.name in PHASES):
         label, color = PHASES[phase.name]
         span = (phase.start - step.start, phase.end - phase.start)
         ax.broken_barh([span], (y, LANE), color=color, linewidth=0, label=label)

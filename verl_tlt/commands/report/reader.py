@@ -124,10 +124,9 @@ def read_trace(directory: str | Path) -> RunTrace:
             continue
         with file.open("rb") as lines:
             for line in lines:
-                record = record_of(line)
-                if (event := parse_event(record)) is not None:
+                if (event := parse_event(record_of(line))) is not None:
                     parsed.append(event)
-                elif line.strip() and record.get("kind") != "idle":  # which 0.2.0 no longer writes
+                elif line.strip():
                     skipped += 1
     if not parsed and not engine_files:
         raise TraceError(f"{path} holds no trace: give the trace directory of a run (tlt.trace.dir).")

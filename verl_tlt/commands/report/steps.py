@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_tlt.commands.report.reader import RunTrace
+from verl_tlt.trace.events import RunStarted, Stopped
 from verl_tlt.trace.metrics import counted_savings
 
 Row = Mapping[str, float | None]
@@ -29,7 +30,7 @@ COLUMNS = {
     "step_s": Column("step time (s)", "{:.1f}", "timing_s/step"),
     "rollout_s": Column("rollout (s)", "{:.1f}", "timing_s/gen"),
     "tokens": Column("response tokens", "{:,.0f}"),
-    "accept_length": Column("accept length (tokens)", "{:.2f}"),
+    "accept_length": Column("accept length (tokens)", "{:.2f}", "tlt/accept_length"),
     "idle_s": Column("idle (s)", "{:.1f}", "tlt/idle_s"),
     "idle_trained_s": Column("trained (s)", "{:.1f}", "tlt/trained_s"),
     "overhead_s": Column("TLT's own work (s)", "{:.2f}", "tlt/overhead_s"),
@@ -55,15 +56,13 @@ def rows_of_trace(trace: RunTrace) -> pd.DataFrame:
 
 
 def step_row(metrics: Mapping[str, float]) -> Row:
-    """The row of one step. A run without TLT has an accept length of 1: one token per pass of the target."""
-    tlt = any(name.startswith("tlt/") for name in metrics)
+    """The row of one step."""
     needed = ("response_length/mean", "prompt_length/mean", "perf/total_num_tokens")
     response, prompt, total = (metrics.get(name, 0.0) for name in needed)
     responses = round(total / (response + prompt)) if response + prompt > 0 else 0
     return {
         **{name: metrics.get(column.metric) for name, column in COLUMNS.items()},
         "tokens": round(response * responses) if metrics.keys() >= {*needed} else None,
-        "accept_length": metrics.get("tlt/accept_length", None if tlt else 1.0),
         "saved_s": counted_savings(metrics),
     }
 
@@ -88,10 +87,15 @@ def did_it_pay(trace: RunTrace) -> str:
     drafts = known.sum()
     net = drafts - work
     without_tlt = rows.step_s.sum() + net
-    share = ""
-    if without_tlt > 0 and not trace.standalone:  # standalone engines decode beside the steps, which gain less
-        share = f" of {without_tlt:.0f} s ({abs(net) / without_tlt:.1%})"
-    whole = f"TLT {'saved' if net >= 0 else 'lost'} an estimated {abs(net):.1f} s{share} in {steps}"
+    comparable = without_tlt > 0 and not trace.standalone  # standalone engines decode beside the steps, which gain less
+    if net >= 0:
+        whole = f"TLT saved an estimated {net:.1f} s in {steps}"
+        if comparable:
+            whole += f", {net / without_tlt:.1%} of the {without_tlt:.0f} s that they would have taken without it"
+    else:
+        whole = f"TLT made {steps} an estimated {-net:.1f} s longer"
+        if comparable:
+            whole += f" ({-net / without_tlt:.1%})"
     by_drafts = f"drafts {'saved' if drafts >= 0 else 'lost'} {abs(drafts):.1f} s"
     return f"{whole}: {by_drafts} in {len(known)} of {len(rows)} rollouts, and TLT's own work took {work:.1f} s."
 
@@ -113,16 +117,33 @@ def sentences(trace: RunTrace) -> Iterator[str]:
     for step, metrics in trace.steps.items():
         if seconds := metrics.get(COLD_START):
             yield f"In step {step} the run waited {seconds:.0f} s for its first drafter (cold start)."
-    for stop in trace.stops:
-        change = f"switched off: {stop.cause}" if stop.cause else "switched on again"
-        yield f"Drafting was {change} (step {stop.step})."
+    yield from switches(trace)
     if difference := probability_difference(rows):
         yield difference
     readings = {step: metrics.get(ERRORS, 0.0) for step, metrics in trace.steps.items()}
     if failures := counted(readings, {run.step0 for run in trace.runs}):
-        yield f"{failures:.0f} failures of TLT did not end the run."
+        yield told_failures(round(failures))
     if trace.skipped:
-        yield f"{trace.skipped} lines of the trace could not be read."
+        yield f"{trace.skipped} {'line' if trace.skipped == 1 else 'lines'} of the trace could not be read."
+
+
+def switches(trace: RunTrace) -> Iterator[str]:
+    """A sentence for each time that drafting was switched off or on, or began again because the run was resumed."""
+    events: list[Stopped | RunStarted] = [*trace.stops, *trace.runs]
+    off = False
+    for event in sorted(events, key=lambda event: event.t):
+        if isinstance(event, Stopped):
+            change = f"switched off: {event.cause}" if event.cause else "switched on again"
+            yield f"Drafting was {change} (step {event.step})."
+        elif off and event.step0 not in trace.off:
+            yield f"Drafting began again when the run was resumed at step {event.step0}."
+        off = isinstance(event, Stopped) and bool(event.cause)
+
+
+def told_failures(count: int) -> str:
+    if count == 1:
+        return "TLT counted 1 failure or warning (tlt/errors); it did not end the run."
+    return f"TLT counted {count} failures and warnings (tlt/errors); none ended the run."
 
 
 def speed(rows: pd.DataFrame) -> str:
@@ -158,12 +179,12 @@ def learned(trace: RunTrace) -> str:
 
 def new_drafters(rows: pd.DataFrame) -> list[int]:
     """Steps whose rollout is the first with a newly published drafter, which the step before has loaded."""
-    versions = rows.drafter_version_served.fillna(0.0)
+    versions = rows.drafter_version_served.ffill().fillna(0.0)
     return rows.index[versions.diff().shift() > 0].tolist()
 
 
 def probability_difference(rows: pd.DataFrame) -> str:
-    """A sentence on how far rollout and actor differ, beside steps in which engines ran as in stock verl."""
+    """Compare token probabilities of rollout and actor, in steps with drafts and in steps without."""
     drafted = rows.draft_length > 0
     with_drafts = rows.probs_diff_max[drafted].max()
     without = rows.probs_diff_max[~drafted].max()

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_tlt.commands.serve import serve_command
-from verl_tlt.drafter.policy import MTP, is_name
+from verl_tlt.drafter.model_files import is_name
+from verl_tlt.drafter.policy import MTP
 
 SHOWN = (
     "accept length", "draft positions", "objective", "temperature", "top_p", "top_k", "prompts", "responses",

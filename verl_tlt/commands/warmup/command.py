@@ -36,20 +36,14 @@ from verl_tlt.drafter.build import build_drafter, most_frequent
 from verl_tlt.drafter.capture import check_loadable
 from verl_tlt.drafter.check import check_drafter, place_for
 from verl_tlt.drafter.checkpoint import load_drafter, load_own_head, save_drafter
+from verl_tlt.drafter.model_files import first_line
 from verl_tlt.drafter.mtp_tensors import head_files
-from verl_tlt.drafter.policy import (
-    MTP,
-    DrafterError,
-    check_aux_layers,
-    draft_vocab_size,
-    first_line,
-    policy_shape,
-    read_json,
-    unsupported,
-)
+from verl_tlt.drafter.policy import MTP, check_aux_layers, draft_vocab_size, policy_shape, unsupported
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import check_policy_files
+from verl_tlt.errors import DrafterError
 from verl_tlt.files.disk import check_writable, replacing
+from verl_tlt.files.json_files import read_json
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -31,7 +31,8 @@ from verl_tlt.commands.warmup.prompts import Prompt, open_images
 from verl_tlt.commands.warmup.run import engine_values, longest_context, processor_options
 from verl_tlt.drafter.capture import Text
 from verl_tlt.drafter.evaluate import DraftCounts
-from verl_tlt.drafter.policy import DrafterError, folder, is_name
+from verl_tlt.drafter.model_files import folder, is_name
+from verl_tlt.errors import DrafterError
 from verl_tlt.files.disk import CONFIG
 from verl_tlt.messages import from_plain
 from verl_tlt.server.calibration import decode

@@ -28,8 +28,11 @@ from verl_tlt.commands.warmup.train import PolicyTexts
 from verl_tlt.drafter.capture import check_loadable
 from verl_tlt.drafter.checkpoint import load_drafter, provenance, stage, to_drafter_file
 from verl_tlt.drafter.evaluate import DraftCounts
+from verl_tlt.drafter.model_files import Model, first_line, folder
 from verl_tlt.drafter.mtp_write_back import write_back
-from verl_tlt.drafter.policy import CONFIG, MTP, DrafterError, Model, first_line, folder
+from verl_tlt.drafter.policy import MTP
+from verl_tlt.errors import DrafterError
+from verl_tlt.files.disk import CONFIG
 from verl_tlt.server.engine_arguments import speculative_config
 
 if TYPE_CHECKING:

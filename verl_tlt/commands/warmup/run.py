@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tlt.checks.models import POLICY, absolute, located
 from verl_tlt.checks.recipe import ROLLOUT, Recipe, number, read_mapping, select
 from verl_tlt.config import MOST, TLTConfigError
-from verl_tlt.drafter.policy import elsewhere
+from verl_tlt.drafter.model_files import elsewhere
 from verl_tlt.files.disk import matching
 
 if TYPE_CHECKING:

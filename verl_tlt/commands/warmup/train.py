@@ -24,9 +24,10 @@ from verl_tlt.drafter.capture import ImageInputs, Library, PolicyStates, Span, T
 from verl_tlt.drafter.checkpoint import read_state, write_state
 from verl_tlt.drafter.data import Batch, FedBatch, ahead, grouped, pack
 from verl_tlt.drafter.evaluate import SequenceScore, acceptance, combined_score
-from verl_tlt.drafter.policy import DrafterError, first_line
+from verl_tlt.drafter.model_files import first_line
 from verl_tlt.drafter.train import DrafterTrainer
 from verl_tlt.drafter.verifier import VerifierWeights, refresh_verifier_weights
+from verl_tlt.errors import DrafterError
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""The tap on verl's real FSDP2 engine: what it keeps is what the policy computes for each sequence alone."""
+"""The capture on verl's real FSDP2 engine: what it keeps is what the policy computes for each sequence alone."""
 
 import gc
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 from actor import build_actor, check_states, free_port, infer, make_batch, make_rows, plain_policy
 
 from verl_tlt.actor.adapters import adapt
-from verl_tlt.actor.tap import ROW
+from verl_tlt.actor.hidden_states import ROW
 from verl_tlt.drafter.held_out import digest_of
 from verl_tlt.errors import DrafterError
 
@@ -41,11 +41,11 @@ def test_every_row_holds_its_own_states(actor, policy, max_tokens, padded, windo
     assert any(s.start > 0 for s in taken) == (window == 11)
 
 
-def test_a_tap_holds_nothing_once_it_was_taken(actor):
+def test_a_capture_holds_nothing_once_it_was_taken(actor):
     assert infer(actor, ROWS)[0]
     actor.infer_batch(make_batch(ROWS, 60, compute_loss=False))
-    assert actor.tap.take()
-    assert not actor.tap.chosen and not actor.tap.take()
+    assert actor.capture.take()
+    assert not actor.capture.chosen and not actor.capture.take()
 
 
 @pytest.mark.parametrize("window", [7, 10_000])
@@ -77,17 +77,17 @@ def test_rows_beyond_the_budget_are_left_out(actor, policy, budget):
     check_states(taken, chosen, policy, min(40, budget), **TOLERANCE)
 
 
-def test_a_batch_that_the_tap_does_not_understand_costs_its_states_and_not_the_step(actor):
+def test_a_batch_that_the_capture_does_not_understand_costs_its_states_and_not_the_step(actor):
     taken, known = infer(actor, ROWS)
-    strange, errors = make_batch(ROWS, 60, compute_loss=False), actor.tap.errors
+    strange, errors = make_batch(ROWS, 60, compute_loss=False), actor.capture.errors
     for key in ("responses", "response_mask"):
         strange.pop(key, None)
     assert taken and torch.equal(actor.infer_batch(strange)["log_probs"].values(), known)
-    assert not actor.tap.take() and actor.tap.errors == errors + 1
+    assert not actor.capture.take() and actor.capture.errors == errors + 1
 
 
 def test_a_rank_whose_choice_failed_goes_on_with_the_rows_of_the_others(actor, monkeypatch):
-    begin = actor.batches_tapped
+    begin = actor.batches_seen
     infer(actor, ROWS, budget=20)
     wanted, _ = infer(actor, ROWS, budget=20)
 
@@ -95,22 +95,22 @@ def test_a_rank_whose_choice_failed_goes_on_with_the_rows_of_the_others(actor, m
         monkeypatch.undo()
         raise RuntimeError("no rank")
 
-    actor.batches_tapped, errors = begin, actor.tap.errors
+    actor.batches_seen, errors = begin, actor.capture.errors
     monkeypatch.setattr(actor.engine, "get_data_parallel_rank", fails_once)
-    assert not infer(actor, ROWS, budget=20)[0] and actor.tap.errors == errors + 1
+    assert not infer(actor, ROWS, budget=20)[0] and actor.capture.errors == errors + 1
     found, _ = infer(actor, ROWS, budget=20)
     assert found and [(s.prompt, s.start) for s in found] == [(s.prompt, s.start) for s in wanted]
 
 
 def test_log_probs_are_the_same_to_the_bit(actor):
-    taken, with_tap = infer(actor, ROWS)
-    tap, actor.tap = actor.tap, None
+    taken, captured_too = infer(actor, ROWS)
+    capture, actor.capture = actor.capture, None
     without = actor.infer_batch(make_batch(ROWS, 60, compute_loss=False))["log_probs"].values()
-    actor.tap = tap
-    assert taken and not tap.take() and torch.equal(with_tap, without)
+    actor.capture = capture
+    assert taken and not capture.take() and torch.equal(captured_too, without)
 
 
-def test_the_reference_policy_of_a_lora_actor_is_not_tapped(actor):
+def test_the_reference_policy_of_a_lora_actor_is_not_captured(actor):
     assert len(infer(actor, ROWS, no_lora_adapter=False)[0]) == len(ROWS)
     actor.engine.disable_adapter = torch.no_grad  # the toy has no adapter to switch off
     try:
@@ -119,18 +119,18 @@ def test_the_reference_policy_of_a_lora_actor_is_not_tapped(actor):
         del actor.engine.disable_adapter
 
 
-def test_a_training_forward_is_not_tapped(actor):
+def test_a_training_forward_is_not_captured(actor):
     actor.set_loss_fn(lambda model_output, data, dp_group: (0 * model_output["log_probs"].values().mean(), {}))
     for train in (False, True):
         batch = make_batch(ROWS, 60, global_token_num=[len(t) for t, _ in ROWS])
         batch[ROW] = torch.arange(len(ROWS))
-        actor.tap.arm({row: (0, 5) for row in range(len(ROWS))})
+        actor.capture.arm({row: (0, 5) for row in range(len(ROWS))})
         if train:
             actor.train_batch(batch)
         else:
             with actor.engine.eval_mode():
                 actor.engine.infer_batch(batch, loss_function=None)
-        assert bool(actor.tap.take()) is not train
+        assert bool(actor.capture.take()) is not train
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_training_forward_is_not_tapped(actor):
         ("megatron", [torch.nn.Linear(2, 2)], "is a Linear, without a decoder"),
     ],
 )
-def test_what_cannot_be_tapped_says_so(strategy, module, why):
+def test_what_cannot_be_captured_says_so(strategy, module, why):
     engine = SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), module=module)
     with pytest.raises(DrafterError, match=why):
         adapt(engine)

@@ -1,4 +1,4 @@
-"""What the tap chooses, and what it holds while the policy's forward runs: chosen tokens, never a layer's input."""
+"""What the capture chooses, and what it holds while the policy's forward runs: chosen tokens, never a layer's input."""
 
 import gc
 import random
@@ -11,15 +11,8 @@ import torch
 from long_tail import long_tailed, share_by_decile
 
 from verl_tlt.actor.adapters import TokenSpan
-from verl_tlt.actor.tap import (
-    ROW,
-    HiddenStateTap,
-    _MicroBatch,
-    capture_turns,
-    choose_window,
-    select_for_tap,
-    turn_budget,
-)
+from verl_tlt.actor.chosen_sequences import capture_turns, choose_window, select_sequences, turn_budget
+from verl_tlt.actor.hidden_states import ROW, HiddenStateCapture, _MicroBatch
 
 WHOLE = 10**9
 """A window that cuts no sequence."""
@@ -33,7 +26,7 @@ def test_the_budget_holds_and_something_is_always_chosen(budget, window):
     rng = random.Random(0)
     for _ in range(50):
         lengths = long_tailed(rng.randint(1, 80), rng)
-        chosen = select_for_tap(lengths, budget, rng, min(window, budget))
+        chosen = select_sequences(lengths, budget, rng, min(window, budget))
         assert chosen and chosen == sorted(set(chosen))
         assert sum(min(lengths[i], budget, window) for i in chosen) <= budget
 
@@ -57,7 +50,7 @@ def test_each_decile_is_captured_in_proportion_to_its_tokens(window):
     lengths = long_tailed(200, rng)
     captured, budget, draws = np.zeros(200), sum(lengths) // 8, 600
     for _ in range(draws):
-        for i in select_for_tap(lengths, budget, rng, min(window, budget)):
+        for i in select_sequences(lengths, budget, rng, min(window, budget)):
             captured[i] += min(lengths[i], window, budget)
     shares, fair = share_by_decile(lengths, captured), share_by_decile(lengths, lengths)
     assert np.all(captured > 0)
@@ -75,7 +68,7 @@ def test_every_single_choice_spans_the_lengths():
         return max(np.diff([0, *sorted(lengths[i] for i in chosen), 1000]))
 
     budget = sum(lengths) // 10
-    ours = [widest_gap(select_for_tap(lengths, budget, rng, budget)) for _ in range(200)]
+    ours = [widest_gap(select_sequences(lengths, budget, rng, budget)) for _ in range(200)]
     blind = [widest_gap(rng.sample(range(100), 9)) for _ in range(200)]
     assert np.mean(ours) < 200 < np.mean(blind)
 
@@ -113,7 +106,7 @@ class Packed:
         return [(state[0], [TokenSpan(0, n, int(begins[i]))]) for i, n in enumerate(lengths)]
 
     def forward(self, look=lambda layer, seen: None):
-        """The states that went into each layer; `look(layer, seen)` is called while it runs, behind the tap's hook."""
+        """The states that went into each layer; `look(layer, seen)` is called while it runs, behind our hook."""
         inputs, seen, state = [], [], torch.randn(1, sum(LENGTHS), HIDDEN)
         with torch.no_grad():
             for layer, module in enumerate(self.modules):
@@ -125,20 +118,20 @@ class Packed:
         return inputs
 
 
-def tapped(windows):
-    """An engine, its tap that is to record these windows, and a micro-batch."""
+def captured(windows):
+    """An engine, its capture that is to record these windows, and a micro-batch."""
     engine = Packed()
-    tap = HiddenStateTap(engine, AUX, torch.bfloat16)
-    tap.arm(windows)
+    capture = HiddenStateCapture(engine, AUX, torch.bfloat16)
+    capture.arm(windows)
     ids, responses = (
         torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
         for lengths in (LENGTHS, RESPONSES)
     )
-    return engine, tap, {ROW: torch.tensor([10, 12, 11]), "input_ids": ids, "responses": responses}
+    return engine, capture, {ROW: torch.tensor([10, 12, 11]), "input_ids": ids, "responses": responses}
 
 
 def held(root):
-    """Bytes of all tensors and arrays that can be reached from the tap's own objects, each storage once."""
+    """Bytes of all tensors and arrays that can be reached from its own objects, each storage once."""
     storages, visited, waiting = {}, set(), list(vars(root).values())
     while waiting:
         found = waiting.pop()
@@ -155,13 +148,13 @@ def held(root):
     return sum(storages.values())
 
 
-def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
+def test_the_capture_holds_the_chosen_tokens_and_nothing_else():
     windows = {10: (250, 290), 11: (5, 65)}
-    engine, tap, batch = tapped(windows)
+    engine, capture, batch = captured(windows)
     measured = {}
 
     def look(layer, seen):
-        measured[layer] = held(tap)
+        measured[layer] = held(capture)
         assert all(ref() is None for ref in seen[:-1]), "an input outlives its layer"
 
     inputs = engine.around(batch, True, lambda: engine.forward(look))
@@ -169,24 +162,24 @@ def test_the_tap_holds_the_chosen_tokens_and_nothing_else():
     for layer in range(LAYERS + 1):
         copied = sum(index <= layer for index in (*AUX, LAYERS))
         assert measured[layer] - measured[0] <= copied * 100 * token, f"before layer {layer}"  # first: the batch's ids
-    first, second = tap.take()
-    assert (first.row, second.row, tap.errors) == (10, 11, 0)
+    first, second = capture.take()
+    assert (first.row, second.row, capture.errors) == (10, 11, 0)
     for shard, begin in ((first, 0), (second, LENGTHS[0] + LENGTHS[1])):
         start, stop = windows[shard.row]
         wanted = torch.stack([inputs[layer][0, begin + start : begin + stop] for layer in (*AUX, LAYERS)])
         assert torch.equal(torch.from_numpy(shard.states).view(torch.bfloat16), wanted.bfloat16())
 
 
-def test_the_forwards_time_is_not_the_taps(monkeypatch):
+def test_the_forwards_time_is_not_the_captures(monkeypatch):
     """A GPU still computes when the forward returns, and the copy waits for it."""
-    engine, tap, batch = tapped({10: (0, 10)})
+    engine, capture, batch = captured({10: (0, 10)})
     monkeypatch.setattr(_MicroBatch, "synchronize", lambda _: time.sleep(0.5))
     engine.around(batch, True, engine.forward)
-    assert tap.take() and 0 < tap.seconds < 0.5
+    assert capture.take() and 0 < capture.seconds < 0.5
 
 
 def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forward():
-    engine, tap, batch = tapped({10: (0, 10)})
+    engine, capture, batch = captured({10: (0, 10)})
     locate, calls = engine.locate, []
 
     def broken(state, lengths):
@@ -197,4 +190,4 @@ def test_a_layer_that_cannot_be_located_costs_the_micro_batch_and_not_the_forwar
 
     engine.locate = broken
     assert len(engine.around(batch, True, engine.forward)) == LAYERS + 1
-    assert (tap.errors, len(calls), tap.take()) == (1, 2, [])
+    assert (capture.errors, len(calls), capture.take()) == (1, 2, [])

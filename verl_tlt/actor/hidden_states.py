@@ -1,25 +1,16 @@
-"""What a drafter learns from: hidden states of chosen sequences, and the weights that it shares with the policy.
+"""Copies the policy's hidden states while verl computes old log-probs: what the drafter learns from.
 
 The drafter learns from the inputs of three policy layers and from the last hidden state before the final norm (EAGLE-3;
-TLT section 5). In the old-log-prob forward, hooks on each rank copy the chosen tokens of the layers it has;
-the spot trainer joins them. States are heavy, so few sequences are chosen, and long ones are cut to a window.
-
-Embedding, head and final norm are copied while a weight sync streams by. Everybody waits for the sync, and these parts
-are large (2.2 GB for a 7B policy). So the first rank alone copies them to page-locked memory, and a thread puts them
-into the object store during the next rollout. A failure costs the drafter its newest weights, not the sync.
+TLT section 5). Hooks on each rank copy the chosen tokens of the layers that it has, and the spot trainer joins them.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,12 +20,9 @@ from verl_tlt.actor.adapters import EngineAdapter, TokenSpan, window
 from verl_tlt.drafter import to_numpy16
 from verl_tlt.drafter.data import within
 from verl_tlt.drafter.held_out import digest_of
-from verl_tlt.drafter.memory import page_locked, views
-from verl_tlt.drafter.verifier import policy_part
-from verl_tlt.messages.training import HiddenStateShard, VerifierArrays
+from verl_tlt.messages.training import HiddenStateShard
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
@@ -43,7 +31,7 @@ ROW = "tlt_row"
 """Key of each sequence's row number in a batch: verl's micro-batching, which reorders rows, carries it along."""
 
 
-class HiddenStateTap:
+class HiddenStateCapture:
     """Hooks on an engine's layers, which record while armed, in evaluation forwards only; `dtype` has 16 bits."""
 
     def __init__(self, adapter: EngineAdapter, aux_layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -53,8 +41,9 @@ class HiddenStateTap:
         self.wanted = (*sorted(aux_layers), adapter.layers)
         self.chosen: dict[int, tuple[int, int]] = {}  # row → window (start, stop) to record
         self.taken: list[HiddenStateShard] = []
-        self.seconds = 0.0  # that the tap's own work took since `arm`
+        self.seconds = 0.0  # that the capture's own work took since `arm`
         self.errors = 0  # micro-batches that could not be captured
+        self._logged = False
         self.counts_tokens = 0
         """The policy's vocabulary where the responses of the next batch are counted by token; else 0."""
         self.token_counts: np.ndarray | None = None
@@ -120,14 +109,15 @@ class HiddenStateTap:
 
     @contextmanager
     def contained(self) -> Iterator[None]:
-        """Time the tap's own work; a failure ends the recording of this micro-batch, and nothing of it is kept."""
+        """Time the capture's own work; a failure ends the recording of this micro-batch, and nothing of it is kept."""
         start = time.perf_counter()
         try:
             yield
         except Exception as error:  # the log-probs are right; only the drafter goes without these sequences
             self._open = None
             self.errors += 1
-            log = logger.exception if self.errors == 1 else logger.debug
+            log = logger.debug if self._logged else logger.exception
+            self._logged = True
             log("the hidden states of a micro-batch could not be captured: %s", error)
         finally:
             self.seconds += time.perf_counter() - start
@@ -136,15 +126,15 @@ class HiddenStateTap:
 class _MicroBatch:
     """The chosen tokens of one micro-batch, layer after layer: a layer's other tokens are free once it has run."""
 
-    def __init__(self, tap: HiddenStateTap, micro_batch: TensorDict, rows: Sequence[int]) -> None:
-        self._adapter = tap.adapter
-        self._dtype = tap.dtype
+    def __init__(self, capture: HiddenStateCapture, micro_batch: TensorDict, rows: Sequence[int]) -> None:
+        self._adapter = capture.adapter
+        self._dtype = capture.dtype
         self._batch = micro_batch
         ids = micro_batch["input_ids"]  # jagged [B, L_b]: prompt and response without padding
         self._offsets = ids.offsets().tolist()
         self._lengths = [b - a for a, b in itertools.pairwise(self._offsets)]
-        self._rows = {i: row for i, row in enumerate(rows) if row in tap.chosen}  # place in this micro-batch → row
-        self._windows = {i: tap.chosen[row] for i, row in self._rows.items()}  # place → (start, stop)
+        self._rows = {i: row for i, row in enumerate(rows) if row in capture.chosen}  # place in this micro-batch → row
+        self._windows = {i: capture.chosen[row] for i, row in self._rows.items()}  # place → (start, stop)
         self._spans: dict[int, list[TokenSpan]] = {}  # place → the parts of its window on this rank
         self._slices: dict[int, dict[int, torch.Tensor]] = {}  # layer → place → states [n, H]
 
@@ -241,174 +231,3 @@ def foreign_stretches(micro_batch: TensorDict) -> list[list[tuple[int, int]]]:
         edges = np.flatnonzero(around[1:] != around[:-1]).tolist()  # begin, end, begin, end, ...
         found.append(list(zip(edges[::2], edges[1::2], strict=True)))
     return found
-
-
-def select_for_tap(lengths: Sequence[int], budget_tokens: int, rng: random.Random, window: int) -> list[int]:
-    """Choose sequences to capture so that every length gets its share of the tokens, by systematic sampling.
-
-    The expected captured tokens of a sequence are proportional to its length, up to all of it. Where the draw exceeds
-    the budget, sequences picked at random are dropped. Returns indices into `lengths` (tokens of prompt and response),
-    ascending; their costs min(length, window) sum to at most `budget_tokens`, and `window` is at most that.
-    """
-    if not lengths or budget_tokens <= 0:
-        return []
-    order = list(range(len(lengths)))
-    rng.shuffle(order)  # equal lengths: no preference for the first row
-    order.sort(key=lambda i: -lengths[i])
-    length = np.array([lengths[i] for i in order], dtype=np.float64)  # [N], descending
-    cost = np.minimum(length, window)
-    chance = _chances(length / np.maximum(cost, 1), cost, budget_tokens)
-    # One draw at every whole number of the running sum of chances, from a random offset.
-    reached = np.floor(np.cumsum(chance) + rng.random() + 1e-9)
-    drawn = np.diff(reached, prepend=0.0) > 0
-    chosen = [(order[k], int(cost[k])) for k in np.flatnonzero(drawn)]
-    spent = sum(c for _, c in chosen)
-    while spent > budget_tokens:
-        spent -= chosen.pop(rng.randrange(len(chosen)))[1]
-    return sorted(i for i, _ in chosen)
-
-
-def _chances(size: np.ndarray, cost: np.ndarray, budget: int) -> np.ndarray:
-    """Chances [N] to be drawn, min(1, factor * size), whose expected cost is `budget`; all 1 if everything fits.
-
-    `size`, [N], is descending, so the sequences whose chance is 1 come first.
-    """
-    if cost.sum() <= budget:
-        return np.ones_like(cost)
-    cost_before = np.cumsum(cost) - cost
-    weight_from_here = np.cumsum((size * cost)[::-1])[::-1]
-    factor = (budget - cost_before) / weight_from_here  # [N]: factor[i] holds if exactly the first i have chance 1
-    first_below_one = np.argmax(factor * size <= 1)
-    return np.minimum(1.0, factor[first_below_one] * size)
-
-
-def capture_turns(tokens: int, ranks: int, window: int) -> int:
-    """In how many batches a rank captures once: so many that its share of them, tokens / ranks of each, is a window."""
-    return max(1, math.ceil(min(window, tokens) * ranks / max(1, tokens)))
-
-
-def turn_budget(budget: int, turns: int, batch: int, rank: int) -> int:
-    """Tokens that a rank captures of batch number `batch`: `budget` in one of `turns` batches, else none."""
-    return budget if (batch + rank) % turns == 0 else 0
-
-
-def choose_window(length: int, prompt_len: int, window: int, rng: random.Random) -> tuple[int, int]:
-    """At most `window` neighbouring tokens of one sequence: (start, stop), 0 <= start < stop <= length.
-
-    The start is the later of two uniform draws from the response, as late positions are those decoded in the tail.
-    """
-    last_start = max(0, length - window)
-    first_start = min(prompt_len, last_start)
-    start = max(rng.randint(first_start, last_start), rng.randint(first_start, last_start))
-    return start, min(length, start + window)
-
-
-# ---------------------------------------------------------------------- verifier weights
-
-VERIFIER_PARTS = ("embed", "lm_head", "norm")
-"""The policy's parts the drafter shares (`drafter.verifier.policy_part`)."""
-PUT_S = 60.0
-"""Most seconds to wait for the object store's copy of at most some GB, begun a rollout ago."""
-
-Params = Iterator[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What this rank copied since the last `take`."""
-
-    reference: ObjectRef | None = None
-    """What `put` made of the `VerifierArrays`; None: nothing new was copied."""
-    seconds: float = 0.0  # time that the weight sync, or the caller of `take`, waited for it
-    errors: int = 0
-
-
-class VerifierCapture:
-    """One rank's copies, in `dtype`, of 16 bits, which `put` copies to the object store. Used by one thread at a time.
-
-    `tied`: the policy's head is its embedding; `norm_offset` is added to the final norm's weight.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        put: Callable[[VerifierArrays], ObjectRef],
-        tied: bool = False,
-        norm_offset: float = 0.0,
-    ) -> None:
-        self._dtype = dtype
-        self._put = put
-        self._norm_offset = norm_offset
-        self._wanted = [part for part in VERIFIER_PARTS if not (tied and part == "lm_head")]
-        self._locked: dict[str, torch.Tensor] = {}  # kept for the run: locking pages takes longer than the copy
-        self._host: dict[str, torch.Tensor] = {}  # the same, as tensors of the policy's shapes
-        self._arrived: set[str] = set()
-        self._failed = False  # copying from the present sync
-        self._putting: Future[ObjectRef] | None = None
-        self._thread = ThreadPoolExecutor(1, "tlt-verifier")
-        self._seconds = 0.0
-        self._errors = 0
-
-    def tee(self, params: Params) -> Params:
-        """Hand `params` on as they are; what the drafter shares is copied on the way."""
-        for name, tensor in params:
-            part = policy_part(name)
-            if part is not None and part in self._wanted and not self._failed:
-                with self._contained():
-                    if part == "norm":
-                        self._keep(part, tensor.float() + self._norm_offset)
-                    else:
-                        self._keep(part, tensor)
-            yield name, tensor
-
-    def finish(self) -> None:
-        """Put what arrived into the object store, in the background; nothing where the sync brought none of it."""
-        with self._contained():
-            if self._arrived and not self._failed:
-                missing = [part for part in self._wanted if part not in self._arrived]
-                if missing:
-                    raise RuntimeError(f"{' and '.join(missing)} did not arrive with the weight sync")
-                arrays = {part: to_numpy16(self._host[part]) for part in self._arrived}
-                arrays.setdefault("lm_head", arrays["embed"])  # tied: copied once, stored once
-                self._putting = self._thread.submit(self._put, VerifierArrays(**arrays))
-        self._failed = False
-        self._arrived = set()
-
-    def take(self) -> Captured:
-        """What was copied since the last call."""
-        reference: ObjectRef | None = None
-        putting = self._putting
-        self._putting = None
-        with self._contained():
-            reference = putting.result(PUT_S) if putting else None
-        captured = Captured(reference, self._seconds, self._errors)
-        self._failed = False
-        self._seconds = 0.0
-        self._errors = 0
-        return captured
-
-    def _keep(self, part: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor to the host in 16 bits, cast on its own device, so that half of its bytes cross."""
-        if self._putting is not None:
-            self._putting.result(PUT_S)  # nobody took the copy before this one: overwrite it once it is read
-        short = tensor.detach().to(self._dtype)
-        host = self._host.get(part)
-        if host is None or host.shape != short.shape:
-            self._locked[part] = page_locked(short.nbytes)
-            host = self._host[part] = views(self._locked[part], [short])[0]
-        host.copy_(short)
-        self._arrived.add(part)
-
-    @contextmanager
-    def _contained(self) -> Iterator[None]:
-        """Time the block; a failure ends the copying for this sync."""
-        start = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self._failed = True
-            self._putting = None
-            self._errors += 1
-            logger.warning("the policy's embedding, head and norm could not be copied for the drafter: %r", error)
-        finally:
-            self._seconds += time.perf_counter() - start
