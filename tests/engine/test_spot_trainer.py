@@ -43,7 +43,7 @@ def cluster():
 def shared(cluster, recorded):
     """The one that all tests have in turn, since a start takes longer than most of them; it has what two ranks
     captured."""
-    spot = SpotTrainerHandle(plan_of(max_epochs=EPOCHS))
+    spot = SpotTrainerHandle(plan_of(max_epochs=SHORT))
     ranks = [CaptureReady(0, cluster, "0"), CaptureReady(1, cluster, "1")]
     spot.start(ranks, {"long": [0], "short": [1]})
     wait_for(spot.started)
@@ -55,13 +55,12 @@ def shared(cluster, recorded):
 @pytest.fixture
 def spot(shared, recorded):
     """The shared one: up, with hidden states, and after a short good session where a test before failed it."""
+    wait_for(shared.started)
+    of_worker(shared, set_epochs, SHORT)
     if shared.failures:
-        wait_for(shared.started)
-        of_worker(shared, set_epochs, SHORT)
         feed(shared, recorded)
         assert session(shared).steps > 0
         shared.failures.clear()
-    of_worker(shared, set_epochs, EPOCHS)
     return shared
 
 
@@ -101,6 +100,7 @@ def exported(spot):
 
 def test_what_it_captured_is_learned_judged_published_and_saved(spot, tmp_path):
     assert (of_worker(spot, sequences_kept), spot.stats.incomplete) == (72, 0), "a rank's capture was left out"
+    of_worker(spot, set_epochs, EPOCHS)
     first = session(spot)
     assert first.outcome == "exhausted" and first.steps >= 10 and first.skipped == 0 and first.verdict is None
     second = session(spot)
@@ -137,6 +137,7 @@ def test_it_sees_all_devices_of_its_node_and_reserves_none():
 
 def test_one_that_does_not_stop_is_killed_and_another_goes_on_from_what_was_published(spot, recorded):
     if spot.published is None:  # without the first test
+        of_worker(spot, set_epochs, EPOCHS)
         assert [session(spot), session(spot)] and exported(spot)
     version, pid = of_worker(spot, served_version), spot._pid
     assert version > 0
@@ -204,7 +205,6 @@ def test_too_little_memory_for_a_session_costs_the_session_and_nothing_else(spot
         assert (failed.outcome, failed.error) == ("failed", "no room") and spot.failures == ["session"] * count
     assert not spot.off, "the actor may leave more memory to the next session"
     ray.get(spot._actor.be.remote(""))
-    of_worker(spot, set_epochs, SHORT)
     assert session(spot).steps > 0 and spot._pid == pid, "it has its hidden states still"
 
 
