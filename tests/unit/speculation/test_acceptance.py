@@ -39,6 +39,11 @@ def test_a_short_draft_tells_nothing_of_later_positions_but_moves_them_along():
     for _ in range(100):
         estimate.observe(16, (8,))
     assert estimate.conditional == pytest.approx([0.5, 0.25, 0.125], abs=0.01), "their ratios are kept"
+    for _ in range(100):
+        estimate.observe(16, (8, 2, 1))
+    for _ in range(100):
+        estimate.observe(16, (4,))
+    assert estimate.conditional == pytest.approx([0.25, 0.125, 0.25], abs=0.02), "those of the drafts in between"
 
 
 def test_one_step_of_a_large_batch_is_not_the_whole_window():

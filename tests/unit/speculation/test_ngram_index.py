@@ -2,6 +2,7 @@
 
 import random
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 
@@ -67,6 +68,18 @@ def test_the_previous_epoch_is_quoted_and_the_one_before_it_is_not(index):
         assert proposed(index, "now", 1) == found
 
 
+def test_an_epoch_that_is_forgotten_is_not_counted():
+    def bytes_after(epochs):
+        index = NgramIndex(max_bytes=1 << 20)
+        for epoch in epochs:
+            respond(index, f"e{epoch}", [10 * epoch + digit for digit in (1, 2, 3, 4)])
+            index.new_policy()
+        index.begin("now", PROMPT)
+        return index.bytes
+
+    assert bytes_after(range(3)) == bytes_after(range(1, 3))
+
+
 def test_of_two_rollouts_the_latest_is_quoted_where_both_match_alike(index):
     respond(index, "a", [1, 2, 3, 10])
     index.new_policy()
@@ -85,13 +98,16 @@ def test_responses_across_a_policy_change_share_their_rollout(index):
 def test_memory_is_bounded_and_counted_about_right():
     rng, index = random.Random(0), NgramIndex(max_bytes=400_000)
     tracemalloc.start()
+    prompts = []
     for i in range(60):
         respond(index, f"r{i}", [rng.randrange(30_000) for _ in range(300)], prompt=[i, i + 1, i + 2, i + 3])
+        prompts.append(len(index._histories))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert index.bytes <= index.max_bytes
     assert 0.5 * held < index.bytes < 1.6 * held
     assert 0 < len(index._histories) < 60
+    assert any(after < before for before, after in pairwise(prompts)), "a tenth is forgotten at once"
     index.begin("again", [59, 60, 61, 62])  # the latest is still there
     assert proposed(index, "again") is not None
 

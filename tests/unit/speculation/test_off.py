@@ -1,12 +1,13 @@
 """OFF for a rollout: by the calibration, after rollouts that drafting made slower, and until when."""
 
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
 from step_costs import step_costs
 
 from verl_tlt.messages.rollout import EngineStats
-from verl_tlt.speculation.costs import LatencyTable
+from verl_tlt.speculation.costs import LatencyPoint, LatencyTable
 from verl_tlt.speculation.off import FIRST_WAIT, IN_A_ROW, LONGEST_WAIT, OffDecision, expected_saving, saved_estimate_s
 from verl_tlt.speculation.step_statistics import Decoded, undrafted_s
 from verl_tlt.speculation.types import OFF
@@ -40,6 +41,16 @@ def test_batches_that_no_rollout_has_do_not_decide_about_the_first_one(most_requ
     made = OffDecision(REPLICAS, "live_table")
     made.calibrated(costs, most_requests)
     assert bool(made.drafting(GOOD)) == drafts
+
+
+def test_what_drafts_are_expected_to_save_depends_on_the_contexts_of_the_last_rollout():
+    """They pay at 100 tokens of context, and would not at 400."""
+    costs = ((32, OFF, 0.010), (1000, OFF, 0.010), (32, 3, 0.014), (1000, 3, 0.060))
+    made = decision(costs=LatencyTable(tuple(LatencyPoint(1, *point) for point in costs)))
+    for context, drafts in ((100.0, True), (400.0, False)):
+        one = replace(rollout(10.0, drafts=0, k=OFF)["a"], mean_context=context)
+        made.rollout_ended(dict.fromkeys(REPLICAS, one))
+        assert bool(made.drafting(GOOD)) == drafts
 
 
 def slow(made, rollouts=IN_A_ROW, acceptance=GOOD):
