@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tlt.messages.rollout import EngineStats
+from verl_tlt.messages.rollout import DrafterStatus, EngineStats
 from verl_tlt.messages.training import BufferStats
 from verl_tlt.trace.events import Session
 from verl_tlt.trace.metrics import StepObservations, step_line, step_metrics
@@ -42,6 +42,7 @@ def test_acceptance_is_weighted_by_tokens_over_replicas():
         "accept_rate_pos_2": 20 / 40,  # offered by the first replica alone
     })  # fmt: skip
     assert "accept_rate_pos_4" not in metrics
+    assert of(A, EngineStats()) == of(A), "a replica that slept counts for nothing"
 
 
 def test_draft_lengths_are_shares_of_engine_steps():
@@ -50,6 +51,12 @@ def test_draft_lengths_are_shares_of_engine_steps():
     shares = {f"draft_length_frac_{k}": share for k, share in enumerate([0.15, 0.5, 0.0, 0.25])}
     mean = (3 * 5 + 10) / 20
     assert_has(metrics, {**shares, "drafter_off_frac": 0.1, "draft_length_mean": mean})
+    assert "draft_length_frac_4" not in metrics
+
+
+def test_a_drafter_that_some_replicas_did_not_load_is_a_failure_of_each_of_them():
+    loaded = [DrafterStatus(version=1, ok=ok) for ok in (True, False, True, True)]
+    assert_has(of(reloads=loaded, served_version=0), {"reload_failures": 1, "drafter_version": 0})
 
 
 def test_idle_time_counts_seconds_of_all_replicas_and_one_at_a_time_trains():
