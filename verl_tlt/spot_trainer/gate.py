@@ -28,6 +28,13 @@ WORSE = 0.01
 NOTHING_TO_LOSE = 1.1
 """Accept length below which drafting costs more than it gains nearly anywhere. A candidate replaces such a drafter
 without a test if there is too little held-out text."""
+MOST_POSITIONS = 32_768
+"""Most held-out positions to score for a verdict. Telling a difference of 1 % takes about a third as many."""
+TRAINED_PER_SCORED = 4
+"""Positions that a candidate was trained on for each held-out position that judges it. Scoring a position for three
+drafters with drafts of `USUAL_DRAFT` tokens takes about as long as training on it, so a fifth of the idle time goes
+into scores."""
+USUAL_DRAFT = 3
 MIN_POSITIONS = 512
 """Fewest held-out positions to judge by."""
 MIN_PROMPTS = 7
@@ -64,9 +71,28 @@ class HeldOutScores:
         return tuple(min(1.0, after / before) if before > 0 else 0.0 for before, after in itertools.pairwise(counts))
 
 
-def too_little(positions: int, prompts: int) -> bool:
-    """Whether so many held-out positions of so many prompts cannot decide."""
+def positions_to_score(trained: int, max_draft: int) -> int:
+    """Held-out positions that judge a candidate which was trained on `trained` ones, with drafts of `max_draft`."""
+    share = USUAL_DRAFT / max(USUAL_DRAFT, max_draft) / TRAINED_PER_SCORED
+    return min(MOST_POSITIONS, int(trained * share))
+
+
+def undecidable(positions: int, prompts: int, served: float) -> Verdict | None:
+    """The verdict where scores of so many held-out positions could not decide; None: score them.
+
+    `served` is the served drafter's accept length, as far as it is known: one below `NOTHING_TO_LOSE` may be replaced.
+    """
+    if served < NOTHING_TO_LOSE or not _too_little(positions, prompts):
+        return None
+    return Verdict(reason=f"too little to judge by ({_evidence(positions, prompts)})")
+
+
+def _too_little(positions: int, prompts: int) -> bool:
     return positions < MIN_POSITIONS or prompts < MIN_PROMPTS
+
+
+def _evidence(positions: int, prompts: int) -> str:
+    return f"{positions} positions of {prompts} held-out prompts"
 
 
 def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
@@ -82,7 +108,7 @@ def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
     best: Which = "initial" if tau["initial"] > tau["served"] else "served"
     positions = int(scores.positions.sum())
     prompts = len(np.unique(scores.prompts[scores.positions > 0]))
-    evidence = f"{positions} positions of {prompts} held-out prompts"
+    evidence = _evidence(positions, prompts)
 
     def verdict(decision: Decision, serves: Which, reason: str, gain: float | None = None) -> Verdict:
         return Verdict(
@@ -96,7 +122,7 @@ def decide(scores: HeldOutScores, *, seed: int) -> Verdict:
 
     if not np.isfinite(scores.candidate).all():
         return verdict("reverted", best, "the candidate's scores are not finite")
-    if too_little(positions, prompts):
+    if _too_little(positions, prompts):
         if positions and max(tau["served"], tau["initial"]) < NOTHING_TO_LOSE:
             return verdict("published", "candidate", f"not judged: the {best} drafter is hardly ever accepted")
         return verdict("kept", "served", "too little to judge by")

@@ -52,22 +52,15 @@ from verl_tlt.messages.training import (
     VerifierArrays,
 )
 from verl_tlt.spot_trainer.buffer import Buffer
-from verl_tlt.spot_trainer.gate import NOTHING_TO_LOSE, decide, too_little
+from verl_tlt.spot_trainer.gate import MOST_POSITIONS, TRAINED_PER_SCORED, decide, positions_to_score, undecidable
 from verl_tlt.spot_trainer.scoring import PORTION, Parameters, Scoring, prompt_of
 
 logger = logging.getLogger(__name__)
 
 INITIAL = "initial"
 """Key of the initial parameters in a checkpoint's training state; absent where they are the served ones."""
-HELD_OUT_POSITIONS = 32_768
-"""Most held-out positions to score for a verdict. Telling a difference of 1 % takes about a third as many."""
 HELD_OUT_PROMPTS = 8
 """Fewest prompts to score, however long their sequences: the gate judges by no fewer than `gate.MIN_PROMPTS`."""
-TRAINED_PER_SCORED = 4
-"""Positions that a candidate was trained on for each held-out position that judges it. Scoring a position for three
-drafters with drafts of `USUAL_DRAFT` tokens takes about as long as training on it, so a fifth of the idle time goes
-into scores."""
-USUAL_DRAFT = 3
 
 
 class SpotTrainer:
@@ -213,16 +206,16 @@ class SpotTrainer:
         if self._scoring is None:
             if not_finite(self.trainer.averages()) is not None:  # drafts of such a drafter may still be counted
                 return self._give_up("the candidate's weights are not finite")
-            sequences = self._evidence()
+            most = positions_to_score(self._trained_positions, self.plan.max_draft)
+            sequences = self.buffer.held_out(most, HELD_OUT_PROMPTS, self.plan.max_draft)
             if not sequences:
                 if self.plan.drafter.untrained and self.version == 0:
                     return self._publish_unjudged("not judged: the served drafter is a random head")
                 return Verdict(reason="no held-out sequences yet")
             positions = sum(sequence.positions(self.plan.max_draft) for sequence in sequences)
             prompts = len({prompt_of(sequence) for sequence in sequences})
-            if too_little(positions, prompts) and self._served_accept_length() >= NOTHING_TO_LOSE:
-                evidence = f"{positions} positions of {prompts} held-out prompts"
-                return Verdict(reason=f"too little to judge by ({evidence})")
+            if kept := undecidable(positions, prompts, self._served_accept_length()):
+                return kept
             versions = {"candidate": self.candidate, "served": self.served, "initial": self.initial}
             self._scoring = Scoring(versions, self.plan.sampling, self.plan.max_draft, sequences)  # type: ignore[arg-type]
         head = self.whole_head
@@ -240,11 +233,6 @@ class SpotTrainer:
             self._approved = self.candidate  # the initial drafter, if the gate has just returned to it
             self._acceptance = verdict.acceptance
         return verdict
-
-    def _evidence(self) -> list[TrainingSequence]:
-        """The held-out sequences that the candidate is to be judged by."""
-        scored = self._trained_positions / TRAINED_PER_SCORED * USUAL_DRAFT / max(USUAL_DRAFT, self.plan.max_draft)
-        return self.buffer.held_out(min(HELD_OUT_POSITIONS, int(scored)), HELD_OUT_PROMPTS, self.plan.max_draft)
 
     def _served_accept_length(self) -> float:
         """The served drafter's held-out accept length when it was published; 1 if it is not known."""
@@ -336,7 +324,7 @@ class SpotTrainer:
             self.initial = {name: value.float() for name, value in state[INITIAL].items()}
         self._candidate = None
         self._judged = all(torch.equal(value, self.served[name]) for name, value in self.candidate.items())
-        self._trained_positions = HELD_OUT_POSITIONS * TRAINED_PER_SCORED  # unknown; a full verdict
+        self._trained_positions = MOST_POSITIONS * TRAINED_PER_SCORED  # unknown; a full verdict
         logger.info("the spot trainer goes on from %s after %d optimizer steps", directory, self.trainer.steps)
 
     def _go_on_from(self, published: DrafterFile) -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from verl_tlt import bootstrap
 from verl_tlt.spot_trainer import gate
-from verl_tlt.spot_trainer.gate import HeldOutScores, decide
+from verl_tlt.spot_trainer.gate import (
+    MIN_POSITIONS,
+    MIN_PROMPTS,
+    MOST_POSITIONS,
+    HeldOutScores,
+    decide,
+    positions_to_score,
+    undecidable,
+)
 
 K = 3
 
@@ -174,3 +182,26 @@ def test_the_verdict_says_what_the_rl_trainer_has_to_know():
 def test_the_interval_of_three_measurements_is_students():
     """A table says 4.303; the expansion alone gives 4.17."""
     assert bootstrap.student(0.975, 2.0) == pytest.approx(4.303, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("trained", "max_draft", "scored"), [(4000, 1, 1000), (4000, 3, 1000), (4000, 6, 500), (10**9, 3, MOST_POSITIONS)]
+)
+def test_a_fifth_of_the_work_is_scoring_which_longer_drafts_make_dearer(trained, max_draft, scored):
+    assert positions_to_score(trained, max_draft) == scored
+
+
+@pytest.mark.parametrize(
+    ("positions", "prompts", "served", "scores"),
+    [
+        (MIN_POSITIONS, MIN_PROMPTS, 2.0, True),
+        (MIN_POSITIONS - 1, MIN_PROMPTS, 2.0, False),
+        (MIN_POSITIONS, MIN_PROMPTS - 1, 2.0, False),
+        (MIN_POSITIONS - 1, 1, 1.0, True),  # such a drafter is replaced by any that is accepted at all
+    ],
+)
+def test_text_that_cannot_decide_is_not_scored(positions, prompts, served, scores):
+    found = undecidable(positions, prompts, served)
+    assert (found is None) == scores
+    if found:
+        assert (found.decision, found.publishes) == ("kept", False) and f"({positions} positions of" in found.reason

@@ -146,7 +146,7 @@ def test_a_version_that_is_two_of_the_three_is_scored_once(trainer, decides, mon
     calls = []
     real = scoring.acceptance
     monkeypatch.setattr(scoring, "acceptance", lambda *args, **named: calls.append(1) or real(*args, **named))
-    monkeypatch.setattr(module, "too_little", lambda *_: False)
+    monkeypatch.setattr(module, "undecidable", lambda *_: None)
     decides("published", "candidate")
     session(trainer)
     session(trainer)
@@ -185,7 +185,7 @@ def test_a_served_drafter_that_drafts_well_is_not_compared_by_too_little_text(tr
 
 def test_a_candidate_that_is_to_be_published_is_not_replaced_before_engines_have_it(trainer, decides, monkeypatch):
     """A replica that is called back and leaves again has two sessions in a step."""
-    monkeypatch.setattr(module, "too_little", lambda *_: False)
+    monkeypatch.setattr(module, "undecidable", lambda *_: None)
     seen = decides("published", "candidate")
     session(trainer)
     candidate = trainer.candidate
